@@ -1,10 +1,11 @@
-"""Every output is NaN before a kernel writes it, so that an element it forgets shows.
+"""Settings for all tests.
 
-What is compared with a framework's function is compared with the framework's own: nothing is
-patched in this process but where a test asks for it.
+Outputs are filled with NaN before a kernel writes them, so an element that it forgets shows.
 
-What a test draws is the same in every run, whichever tests ran before it, and so are the folders
-where modules are found.
+Framework functions stay unpatched unless a test asks for the patches: tests compare npu-ops with
+the framework's own functions.
+
+Random numbers and `sys.path` are the same for a test whichever tests ran before it.
 """
 
 import pathlib
@@ -19,12 +20,12 @@ from support import DTYPES
 from npu_ops.core import library, preferences
 
 library.poison_outputs = True
-preferences.cache = lambda: None  # what a user tuned is no part of the tests
+preferences.cache = lambda: None  # ignore what this user tuned
 npu_ops_import_hook.unwatch()
 
 
 def pytest_collectstart(collector):
-    """A module may draw when it is imported."""
+    """Seed before each module is collected: some draw when imported."""
     _seed()
 
 
@@ -35,7 +36,11 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def same_path():
-    """With a folder go the packages that were found in it: adapters ask what is imported."""
+    """Restore `sys.path` after a test, and unload modules found in the folders that it added.
+
+    Adapters look at which frameworks are imported, so a module left behind would change later
+    tests.
+    """
     before = sys.path[:]
     yield
     added = [pathlib.Path(folder) for folder in sys.path if folder not in before]
@@ -47,7 +52,7 @@ def same_path():
 
 @pytest.fixture
 def applied():
-    """npu-ops in the frameworks that are imported, until the test ends."""
+    """Patch the imported frameworks with npu-ops until the test ends."""
     import npu_ops_adapters
 
     npu_ops_adapters.revert()
@@ -58,7 +63,7 @@ def applied():
 
 @pytest.fixture(autouse=True)
 def no_group_stays():
-    """The next test is in no process group: with one, `core.preferences` asks its store."""
+    """Destroy a test's process group: while one exists, `core.preferences` uses its store."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -74,8 +79,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Single tests that take a minute come first: at the end, all processes but one would wait for
-    # them.
+    # Tests in trainers/ and tools/ take up to a minute each. They start first, so that no worker
+    # still runs one while the others have finished.
     items.sort(key=lambda item: item.path.parent.name not in ("trainers", "tools"))
     device = config.getoption("--device")
     if device is None:
@@ -89,8 +94,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_dtypes_to_test_all(items):
-    """A kernel takes a second to compile for each dtype, and the tests are in three: mark slow all
-    but one dtype of a test, in turn, and all but a third of mixed dtypes, which has every pair."""
+    """Mark all but one dtype of each test as slow, a different one from test to test.
+
+    A kernel takes about a second to compile per dtype. For tests of mixed dtypes a third of the
+    combinations stays; these still contain every pair of dtypes.
+    """
     tests = {}
     for item in items:
         dtypes = {n: DTYPES.index(v) for n, v in _parameters(item).items() if v in DTYPES}
@@ -101,8 +109,10 @@ def _leave_dtypes_to_test_all(items):
 
 
 def _leave_cases_to_test_all(items):
-    """A kernel is compiled for the shapes of each case, and on the CPU all of them run: mark slow
-    two cases of three, but none of those that together take every branch of the kernels."""
+    """Mark two of three cases as slow, except those that together take every kernel branch.
+
+    On a device each case's shapes need a compilation of their own. On the CPU all cases run.
+    """
     tests = {}
     for item in items:
         case = _parameters(item).get("case")
@@ -115,8 +125,7 @@ def _leave_cases_to_test_all(items):
 
 
 def _leave_options_to_test_all(items):
-    """A kernel is compiled for each option, and on the CPU all of them run: mark slow two of
-    three."""
+    """Mark two of three options as slow: each needs a compilation. On the CPU all options run."""
     options = [item for item in items if "option" in _parameters(item)]
     for i, item in enumerate(options):
         if i % 3:

@@ -1,4 +1,4 @@
-"""What the tests of the gated delta rules share."""
+"""Calls and checks shared by the tests of the gated delta rules."""
 
 import functools
 
@@ -13,7 +13,10 @@ def qkv(
     batch=1, tokens=9, heads=1, value_heads=2, keys=8, values=6, dtype=torch.float32,
     correlated=False, seed=0,
 ):  # fmt: skip
-    """Arguments by name, with a decay, beta and a state; correlated keys are all positive."""
+    """Return the arguments of a delta rule by name, with decay, beta and an initial state.
+
+    Correlated keys have only positive elements, so that all keys are similar.
+    """
     draw = torch.Generator().manual_seed(seed)
     normal = functools.partial(torch.randn, generator=draw)
     key = functools.partial(torch.rand if correlated else torch.randn, generator=draw)
@@ -30,7 +33,7 @@ def qkv(
 
 
 def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
-    """A delta rule of transformers'."""
+    """Call one of transformers' delta rules, with its L2 norm of q and k."""
     return function(
         q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
@@ -38,9 +41,9 @@ def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
 
 
 def assert_flags_are_what_they_say(delta_rule, inputs, tolerance: Tolerance) -> None:
-    """Each flag is what a caller would compute without it: norms, gates and beta.
+    """Check each flag against a caller who does its work beforehand: norms, gates and beta.
 
-    inputs: of `delta_rule`, q `[1, T, H, K]`, two value heads.
+    inputs: arguments of `delta_rule`; q is `[1, T, H, K]`, with two value heads.
     """
     tokens = inputs["q"].shape[1]
     A_log, dt_bias = torch.randn(2), torch.randn(2)

@@ -1,4 +1,4 @@
-"""What mutants.py of Python and of AscendC kernels count alike."""
+"""The score that both mutation testers print, for Python and for AscendC kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CAUGHT = ("check", "result", "warning", "crash", "no end")
 
 
 def summary(count: collections.Counter) -> str:
-    """How many mutants are caught, and by what."""
+    """Say how many mutants were caught, and how many there are of each verdict."""
     caught = sum(count[verdict] for verdict in CAUGHT)
     tried = sum(count.values()) - count["does not compile"]
     share = f"{100 * caught / tried:.1f} %" if tried else "none"

@@ -1,17 +1,18 @@
-"""Wrong Python made from an op's: each mutant must make a test of that op fail.
+"""Mutation testing of an op's Python code: each mutant must make a test of that op fail.
 
-    python tests/mutants.py l2norm                    # all of them, by all tests of the op
-    python tests/mutants.py rope --sample 60          # some, the same ones each time
-    python tests/mutants.py rope --contract-only      # by the tests that all ops share
-    python tests/mutants.py rope --functions          # a second each: none of what imports run
+    python tests/mutants.py l2norm                    # all mutants, all tests of the op
+    python tests/mutants.py rope --sample 60          # some mutants, the same ones each time
+    python tests/mutants.py rope --contract-only      # only the tests that all ops share
+    python tests/mutants.py rope --functions          # a second each: no code that imports run
     python tests/mutants.py l2norm --csv tests/mutants.csv
 
-A mutant (python_mutations.py) is one place changed in `npu_ops/ops/OP`: an option ignored, a check
-left out, a bound off by one, a dtype not passed, a stride assumed. Tests are collected once. Then
-each mutant has a process of its own, a fork, whose functions get the changed code, and runs the
-tests that come past the changed line, then those that come close, the quickest first, until one
-fails. What runs when a module is imported is changed before npu_ops is imported. Kernels in Triton
-are no part of this: they run on a device, see tests/emulator/mutants.py for those in AscendC.
+A mutant (python_mutations.py) changes one place in `npu_ops/ops/OP`: it ignores an option, leaves
+out a check, moves a bound by one, does not pass a dtype on, or assumes a stride. Tests are
+collected once. Each mutant runs in a forked process, in which the functions get the changed code.
+Tests that reach the changed line run first, then those that come close; the quickest go first,
+until one fails. A mutant of code that runs at import is put in place before npu_ops is imported.
+Triton kernels have no mutants here, as they run on a device. For AscendC kernels see
+tests/emulator/mutants.py.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ CONTRACT = (
     "test_contract", "test_declined_calls", "test_every_function", "test_index_values",
     "test_wrong_calls",
 )  # fmt: skip
-# Files with tests of every op that are not part of the contract tests.
+# Test files for all ops that are not part of the contract tests.
 SHARED = ("test_defaults", "test_lengths")
-# Tests of an op in files that are not named after it.
+# More test files of an op, which are not named after it.
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
     "causal_conv1d_update": ("test_wide_filters",),
@@ -62,9 +63,10 @@ MORE = {
     "gdn_gate": ("test_softplus",),
     "qk_norm_rope": ("test_consistent_rope",),
 }
-# Tests that take seconds each. The score leaves them out, so it may be too low, never too high.
+# Words in the names of tests that take seconds. They do not run, so the score may be too low, but
+# never too high.
 LONG = {"compile", "compiled", "compilation", "opcheck", "threads", "checkpointing"}
-# Processor seconds for the tests of one mutant, and the limit after which it counts as endless.
+# CPU seconds for the tests of one mutant, and the limit after which it counts as an endless loop.
 BUDGET, LIMIT = 30, 60
 
 
@@ -81,7 +83,7 @@ def test_files(op: str, contract_only: bool) -> list[str]:
 
 
 def is_of(item, op: str, calls: set[str]) -> bool:
-    """Whether a test of all ops is one of this op."""
+    """Whether this item of a test for all ops is about `op`."""
     given = getattr(item, "callspec", None)
     if given is None:
         return False
@@ -96,7 +98,7 @@ def words_of(item) -> set[str]:
 
 
 class Session:
-    """A pytest plugin: it keeps the tests of one op, and calls `loop` with them to run them."""
+    """A pytest plugin that keeps the tests of one op and passes them to `loop`, which runs them."""
 
     def __init__(self, op: str, loop):
         self.op, self.loop = op, loop
@@ -137,7 +139,7 @@ def run_session(op: str, files: list[str], loop) -> None:
 
 
 def in_a_fork(function, seconds: float = 0) -> object:
-    """What `function` returns in a process of its own, which may change, crash or never end."""
+    """Return what `function` returns, called in a child process that may change, crash or hang."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -161,7 +163,7 @@ def in_a_fork(function, seconds: float = 0) -> object:
 
 
 def traced(passes, names: set[str]) -> tuple[bool, float, list]:
-    """Whether a test passes, its seconds, and the lines of these files that it comes past."""
+    """Run one test; return whether it passes, its CPU seconds, and the lines of `names` it runs."""
     lines = set()
 
     def trace(frame, event, _):
@@ -183,14 +185,16 @@ def traced(passes, names: set[str]) -> tuple[bool, float, list]:
 
 
 def codes(code: types.CodeType) -> list[types.CodeType]:
-    """A code object and all within it, in one order."""
+    """Return a code object and all code objects nested in it, always in the same order."""
     within = [one for one in code.co_consts if isinstance(one, types.CodeType)]
     return [code, *(each for one in within for each in codes(one))]
 
 
 def changed_codes(mutant: Mutant) -> dict[tuple, types.CodeType] | None:
-    """New code of functions by (name, line, columns); None where what an import runs changes: the
-    module's own code, or that of a class."""
+    """Return the new code of each changed function, by (file, name, position).
+
+    None if the mutant changes code that runs at import: the body of the module or of a class.
+    """
     name = str(mutant.path)
     old = codes(compile(mutant.path.read_text(), name, "exec", dont_inherit=True))
     new = codes(mutant.code())
@@ -207,7 +211,7 @@ def is_function(code: types.CodeType) -> bool:
 
 
 def own(code: types.CodeType) -> tuple:
-    """What a code object does itself, without the functions and classes in it."""
+    """What a code object does itself, without the functions and classes nested in it."""
     values = [
         (type(value), value) for value in code.co_consts if not isinstance(value, types.CodeType)
     ]
@@ -232,7 +236,7 @@ def module_name(path: str | pathlib.Path) -> str:
 
 
 class Finder:
-    """Imports a mutant in place of its module."""
+    """An import finder that loads the mutant in place of its module."""
 
     def __init__(self, mutant: Mutant):
         self.mutant = mutant
@@ -248,7 +252,7 @@ class Finder:
 
 
 class Verdicts:
-    """Of one op: what each mutant is caught by, or that it survives."""
+    """Runs the mutants of one op; `found` has, for each, what caught it or that it survived."""
 
     def __init__(self, op: str, mutants: list[Mutant], contract_only: bool, functions: bool):
         self.op, self.mutants, self.functions = op, mutants, functions
@@ -256,7 +260,7 @@ class Verdicts:
         self.found: dict[Mutant, str] = {}
 
     def collect(self) -> dict[Mutant, str]:
-        """Run mutants of functions in forks of this process, then those of modules in new ones."""
+        """Run mutants of functions in forks of this process, of module code in new processes."""
         of_modules = [mutant for mutant in self.mutants if changed_codes(mutant) is None]
         self.mutants = [m for m in self.mutants if m not in of_modules or not self.functions]
         for mutant in of_modules * (not self.functions):
@@ -269,7 +273,7 @@ class Verdicts:
         return self.found
 
     def _of_module(self, mutant: Mutant) -> str:
-        verdicts = ["result"]  # where pytest cannot even collect
+        verdicts = ["result"]  # if pytest cannot even collect
 
         def loop(session, items):
             quickest = sorted(items, key=lambda item: item.path.stem not in CONTRACT)
@@ -281,7 +285,7 @@ class Verdicts:
 
     def _of_functions(self, session, items, mutants) -> None:
         names = {str(path) for path in python_mutations.files(self.op)}
-        for path in names:  # before they are imported, their functions cannot be changed
+        for path in names:  # their functions can be changed only once they are imported
             importlib.import_module(module_name(path))
         known = in_a_fork(lambda: [traced(lambda i=i: session.passes(i), names) for i in items])
         right = [
@@ -361,7 +365,7 @@ FIELDS = ("op", "tests", "mutants", "caught", "percent", "command")
 
 
 def write(options, count: collections.Counter) -> None:
-    """Put a row in the table, in place of the one of the same op and tests."""
+    """Put a row in the table, replacing the row for the same op and tests."""
     tests = "contract" if options.contract_only else "all"
     caught, tried = sum(count[verdict] for verdict in CAUGHT), sum(count.values())
     more = " --contract-only" * options.contract_only

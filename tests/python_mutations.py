@@ -1,4 +1,4 @@
-"""Mistakes to make in an op's Python files: one place changed in the tree of a module."""
+"""Mutations of an op's Python files: each changes one place in a module's syntax tree."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A comparison, and the one that differs from it only at equality.
+# Each comparison, and the one that differs from it only at equality.
 BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
-# Methods that copy or convert a tensor; a mutant leaves out the call.
+# Methods that copy or convert a tensor. A mutant drops the call.
 FORMS = {"contiguous", "to", "float", "clone"}
-# Syntax that is not read as a value: messages, annotations, imports.
+# Syntax that mutants leave alone, as it computes nothing: messages, annotations, imports.
 SKIPPED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.arguments)
 
-# Keywords of an operator's declaration: the required ones, and those that name kernels of devices.
+# Keywords of an operator's declaration: those that are required, and those for device kernels.
 REQUIRED = {"takes", "writes", "new", "reference"}
 OF_DEVICES = {"ascendc", "aclnn", "fla_npu"}
-# An argument of zip that only asserts: without it, valid code does the same.
+# An argument of zip that only asserts: valid code does the same without it.
 ASSERTING = {"strict"}
 
 
@@ -28,7 +28,8 @@ ASSERTING = {"strict"}
 class Mutant:
     """One change of a file.
 
-    place: which of the nodes of its tree that can be changed. which: of the changes of that node.
+    place: index of the changed node among `places` of the file's tree.
+    which: index of the change among those possible at that node.
     """
 
     rule: str
@@ -42,7 +43,7 @@ class Mutant:
         return ROOT / self.file
 
     def made(self) -> tuple[ast.Module, str]:
-        """The file's tree with the change, and what is changed to what."""
+        """Return the file's tree with the change, and a text "old -> new"."""
         tree = ast.parse(self.path.read_text())
         node = places(tree)[self.place]
         old = short(node)
@@ -59,14 +60,14 @@ class Mutant:
 
 
 def files(op: str) -> list[pathlib.Path]:
-    """Those that run in one process without a device: no kernels, no cases."""
+    """Return the op's files that run in one process without a device: no kernels, no cases."""
     found = sorted((ROOT / "npu_ops" / "ops" / op).glob("*.py"))
     elsewhere = {"cases", "aclnn", "fla_npu", "context_parallel"}
     return [path for path in found if "triton" not in path.stem and path.stem not in elsewhere]
 
 
 def mutants_of(path: pathlib.Path) -> list[Mutant]:
-    """Every mutant of a file, in the order of its places."""
+    """Return every mutant of a file, in the order of `places`."""
     file = str(path.relative_to(ROOT))
     return [
         Mutant(rule, file, node.lineno, number, which)
@@ -76,7 +77,7 @@ def mutants_of(path: pathlib.Path) -> list[Mutant]:
 
 
 def places(tree: ast.AST) -> list[ast.AST]:
-    """Nodes that may be changed, in one order."""
+    """Return the nodes that mutants may change, always in the same order."""
     found = []
 
     def walk(node):
@@ -94,13 +95,13 @@ def places(tree: ast.AST) -> list[ast.AST]:
 
 
 def skipped(node: ast.AST) -> bool:
-    """Whether it is a message, the list of what a module exports, or of devices alone."""
+    """Whether a node is a message, a docstring, `__all__` or a keyword for devices only."""
     of_devices = isinstance(node, ast.keyword) and node.arg in OF_DEVICES
     return isinstance(node, SKIPPED) or of_devices or text(node)
 
 
 def is_negative(node: ast.AST) -> bool:
-    """Whether it is a negative constant, which is changed as a whole."""
+    """Whether a node is a negative constant, which is changed as a whole."""
     match node:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
             return True
@@ -108,7 +109,7 @@ def is_negative(node: ast.AST) -> bool:
 
 
 def text(node: ast.AST) -> bool:
-    """Whether a statement is a docstring, or the list of what a module exports."""
+    """Whether a statement is a docstring or sets `__all__`."""
     names = [x.id for x in getattr(node, "targets", []) if isinstance(x, ast.Name)]
     is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_string or "__all__" in names
@@ -118,7 +119,8 @@ Change = Callable[[ast.AST], ast.AST]
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
-    """What can be done wrong at a node: a rule, and what changes a copy of it."""
+    """Yield the mutations of a node: a rule's name, and a function that changes a
+    copy of the node."""
     match node:
         case ast.Expr(value=ast.Call()):
             yield "a call left out", lambda node: ast.Pass()
@@ -144,7 +146,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
             yield "another operator", put("op", ARITHMETIC[type(node.op)]())
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             yield "a sign left out", lambda node: node.operand
-            if is_negative(node):  # towards 0: -1 is often none, as any negative number is
+            # -1 often means "none", as any other negative number does, so move towards 0
+            if is_negative(node):
                 yield "a constant changed", put("operand", constant(node.operand.value - 1))
         case ast.Call():
             yield from changes_of_call(node)
@@ -205,7 +208,7 @@ def defaults(function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
 
 
 def ignoring(name: str, default: ast.expr) -> Change:
-    """A function in which an argument has its default, whatever it is given."""
+    """Change a function so that one of its arguments always has its default value."""
 
     def change(function):
         start = 1 if text(function.body[0]) and len(function.body) > 1 else 0

@@ -1,4 +1,4 @@
-"""What the tests of all ops share."""
+"""Helpers for the tests of all ops."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def mixed_dtypes():
-    """Every four of the dtypes. Nine of them, in which any two places see every pair of dtypes (an
-    orthogonal array, Taguchi's L9), are in `make test`, the others in `make test-all`."""
+    """All combinations of four dtypes, as pytest parameters.
+
+    Nine of them run in `make test`: in any two places these contain every pair of dtypes (an
+    orthogonal
+    array, Taguchi's L9). The others run in `make test-all`.
+    """
     chosen = [
         (i, j, (i + j) % 3, (i + 2 * j) % 3) for i, j in itertools.product(range(3), repeat=2)
     ]
@@ -32,7 +36,7 @@ def mixed_dtypes():
 
 
 def on_device(inputs, device):
-    """Arguments with each tensor on a device."""
+    """Return the arguments with each tensor moved to a device."""
     return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
 
 
@@ -41,7 +45,7 @@ def named(dtype: torch.dtype) -> str:
 
 
 def devices() -> list[str]:
-    """The device types at hand."""
+    """Return the available device types."""
     accelerators = [
         d for d in ("cuda", "npu") if hasattr(torch, d) and getattr(torch, d).is_available()
     ]
@@ -49,9 +53,10 @@ def devices() -> list[str]:
 
 
 def implementations(table) -> list:
-    """(name, device) of every implementation of an op that is meant for a device at hand.
+    """Return (name, device) of each implementation of an op that runs on an available device.
 
-    Without the vendor's operators behind our own kernels, which take few calls: `test_*_aclnn.py`.
+    An implementation by the vendor's operators is left out unless it comes first: behind our own
+    kernels it takes few calls. `test_*_aclnn.py` tests these.
     """
     return [
         pytest.param(
@@ -68,12 +73,15 @@ def implementations(table) -> list:
 
 
 def every_implementation(operator):
-    """Parametrizes a test with each implementation of an operator and its device."""
+    """Parametrize a test with each implementation of an operator, and its device."""
     return pytest.mark.parametrize("implementation, device", implementations(operator.table))
 
 
 def runner(function, op: str, names: tuple[str, ...]):
-    """`run(implementation, inputs)`: outputs, and gradients of those of `names` that are there."""
+    """Return `run(implementation, inputs, wrt)`: outputs and gradients by one implementation.
+
+    It skips names in `wrt` whose input is None or missing.
+    """
 
     def run(implementation, inputs, wrt=names):
         with forced(implementation, op):
@@ -83,12 +91,15 @@ def runner(function, op: str, names: tuple[str, ...]):
 
 
 def on_npu(test):
-    """A test where there is an NPU; nothing elsewhere."""
+    """Parametrize a test with the device "npu"; return None, so no test, if there is no NPU."""
     return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
 
 
 def declined_by_vendor(aclnn, op: str, function, given: dict, monkeypatch) -> str | None:
-    """What an op's `aclnn` module has against `function(**given)` on an NPU with torch_npu."""
+    """Return why an op's `aclnn` implementation declines `function(**given)`, None if it takes it.
+
+    The call is explained as if on an NPU with torch_npu.
+    """
     monkeypatch.setattr(aclnn, "_missing", lambda: None)
     with as_if_on("npu"), forced("aclnn", op):
         verdicts = explain(function, **given)
@@ -96,7 +107,7 @@ def declined_by_vendor(aclnn, op: str, function, given: dict, monkeypatch) -> st
 
 
 def _skipped(implementation: str, op: str, device: str) -> list:
-    """A reason to skip AscendC kernels where there is nothing to run them with: one line a file."""
+    """Return a skip mark for AscendC kernels if nothing here can run them, else an empty list."""
     if implementation != "ascendc":
         return []
     why_not = ascendc.why_not(op.removesuffix("_backward"), torch.device(device, 0))
@@ -104,7 +115,7 @@ def _skipped(implementation: str, op: str, device: str) -> list:
 
 
 def parametrize_cases(cases, *, large: bool):
-    """The small cases, or the large ones for `make test-all`."""
+    """Parametrize a test with the small cases, or with the large ones for `make test-all`."""
     chosen = [case for case in cases if case.large == large]
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
@@ -115,14 +126,14 @@ def parametrize_dtypes(*extra: torch.dtype):
 
 @contextlib.contextmanager
 def forced(implementation: str, *ops: str):
-    """Run `ops` by one implementation."""
+    """Force one implementation for `ops` within the block."""
     with env.override(impl=dict.fromkeys(ops, implementation)):
         yield
 
 
 @contextlib.contextmanager
 def threads(number: int):
-    """Run CPU kernels on so many threads."""
+    """Run CPU kernels on this number of threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -132,7 +143,7 @@ def threads(number: int):
 
 
 class Copies:
-    """Filled by `copies`: names of the aten operators that copied, and bytes allocated."""
+    """Result of `copies`: names of the aten operators that copied, and bytes allocated."""
 
     operators: list[str]
     allocated: int
@@ -140,7 +151,7 @@ class Copies:
 
 @contextlib.contextmanager
 def copies():
-    """Watch a block for tensors copied and memory allocated."""
+    """Record which operators copy tensors within the block, and how much memory is allocated."""
     seen = Copies()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -153,7 +164,7 @@ def copies():
 
 
 class DispatchRecorder(TorchDispatchMode):
-    """Notes the operators of npu_ops that are called, and their arguments."""
+    """Records each npu_ops operator that is called, with its positional arguments."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +177,7 @@ class DispatchRecorder(TorchDispatchMode):
 
 
 def floats(inputs: dict, dtype: torch.dtype) -> dict:
-    """`inputs` with every floating tensor converted, also those in a tuple."""
+    """Return `inputs` with every floating tensor converted to `dtype`, also those in a tuple."""
 
     def convert(value):
         if isinstance(value, tuple):
@@ -178,14 +189,14 @@ def floats(inputs: dict, dtype: torch.dtype) -> dict:
 
 
 def exact(like: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Random sixteenths in [-4, 4]: the same numbers in every dtype."""
+    """Draw random multiples of 1/16 in [-4, 4], which bf16, fp16 and fp32 all represent exactly."""
     draw = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-64, 65, like.shape, generator=draw, dtype=torch.float32, device="cpu")
     return (drawn / 16).to(like)
 
 
 def evaluate(function, inputs: dict, wrt: tuple[str, ...], grad_seed: int = 7) -> dict:
-    """The outputs of `function(**inputs)` and the gradients of inputs `wrt`, all by name."""
+    """Return the outputs of `function(**inputs)` and the gradients of the inputs `wrt`, by name."""
     inputs = {
         k: v.detach().requires_grad_() if k in wrt and v is not None else v
         for k, v in inputs.items()
@@ -204,14 +215,14 @@ def evaluate(function, inputs: dict, wrt: tuple[str, ...], grad_seed: int = 7) -
 
 
 def twice(tolerances: dict) -> dict:
-    """Tolerances for an expectation that is rounded itself, or computed from rounded tables."""
+    """Double the tolerances, for an expectation that is rounded itself or uses rounded tables."""
     return {d: Tolerance(2 * t.ratio, 2 * t.max_abs) for d, t in tolerances.items()}
 
 
 def assert_all_close(
     actual: dict, expected: dict, tolerances: dict, special: dict | None = None
 ) -> None:
-    """Compare by name, each with the tolerance of its dtype; `special` overrides for some names."""
+    """Compare by name, with the tolerance of each dtype; `special` has others for some names."""
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         by_dtype = (special or {}).get(name, tolerances)
@@ -219,13 +230,13 @@ def assert_all_close(
 
 
 def assert_same_bits(actual: dict, expected: dict) -> None:
-    """Each tensor of `actual` is the one of that name in `expected`."""
+    """Each tensor of `actual` equals, bit for bit, the one with that name in `expected`."""
     for name, value in actual.items():
         assert torch.equal(value, expected[name]), name
 
 
 def assert_threads_change_nothing(step) -> None:
-    """`step()`, tensors by name, has the same bits by one, two and three threads."""
+    """`step()` returns tensors by name; they have the same bits on one, two and three threads."""
     found = []
     for number in (1, 2, 3):
         with threads(number):
@@ -235,9 +246,9 @@ def assert_threads_change_nothing(step) -> None:
 
 
 def function_of_leaves(function, inputs: dict, names: tuple[str, ...]):
-    """`function(**inputs)` as a function of the inputs `names` alone, and those as leaves.
+    """Return `function(**inputs)` as a function of the inputs `names` alone, and those as leaves.
 
-    What is None among names, or among the outputs, is left out.
+    Inputs and outputs that are None are left out.
     """
     names = [name for name in names if inputs.get(name) is not None]
 
@@ -250,7 +261,7 @@ def function_of_leaves(function, inputs: dict, names: tuple[str, ...]):
 
 
 def with_gradients(function):
-    """A function that returns the outputs of `function` and the gradients of its arguments."""
+    """Return a function that computes the outputs of `function` and its arguments' gradients."""
 
     def outputs_and_gradients(*tensors):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
@@ -263,7 +274,7 @@ def with_gradients(function):
 
 
 def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
-    """Under FakeTensorMode, the results have the shapes, strides and dtypes of real ones."""
+    """Under FakeTensorMode, results have the shapes, strides and dtypes of real ones."""
     mode = FakeTensorMode()
     with mode:
         fake = function(*map(mode.from_tensor, tensors))
@@ -273,7 +284,7 @@ def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
 
 
 def assert_compiled_is_eager(function, tensors, backend: str) -> None:
-    """In one graph, `function(*tensors)` and the gradients of all tensors."""
+    """Compiled to one graph, outputs and all gradients are those of eager mode."""
     results = []
     for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -287,7 +298,7 @@ def assert_compiled_is_eager(function, tensors, backend: str) -> None:
 
 
 def assert_compiled_in_place_is_eager(call, q, k) -> None:
-    """In one graph, `call(q, k, inplace=True)` writes what `call(q, k)` returns."""
+    """Compiled to one graph, `call(q, k, inplace=True)` writes what `call(q, k)` returns."""
     expected = call(q, k)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -301,7 +312,7 @@ def assert_compiled_in_place_is_eager(call, q, k) -> None:
 
 
 def assert_checkpointing_changes_nothing(block, tensors, use_reentrant: bool) -> None:
-    """Bit for bit the same gradients when `block(*tensors)`, one tensor, is computed again."""
+    """Check that checkpointing activations of a block with one output keeps the gradients' bits."""
 
     def step(block):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -314,7 +325,7 @@ def assert_checkpointing_changes_nothing(block, tensors, use_reentrant: bool) ->
 
 
 def train_step(model, **inputs) -> dict:
-    """The outputs and every gradient of a transformers model."""
+    """Return the outputs and every gradient of one step of a transformers model, by name."""
     model.zero_grad()
     out = model(**inputs)
     out = out.logits if "logits" in out else out.last_hidden_state
@@ -324,7 +335,7 @@ def train_step(model, **inputs) -> dict:
 
 
 def assert_same_steps(actual: dict, expected: dict) -> None:
-    """Two steps of one model are equal but for the order of fp32 additions."""
+    """Two steps of one model agree up to the order of fp32 additions."""
     assert actual.keys() == expected.keys() and len(expected) > 10
     for name, value in actual.items():
         assert_close(name, value, expected[name], Tolerance(ratio=1e-5, max_abs=1e-5))

@@ -1,4 +1,4 @@
-"""Rules for the source of Triton kernels that no compiler at hand holds."""
+"""Rules for the source of Triton kernels that no available compiler checks."""
 
 import ast
 import itertools
@@ -20,7 +20,7 @@ def kernels(source):
 
 
 def names_to_names(node):
-    """(target, value) of each name that is assigned another name in the statements of `node`."""
+    """Yield (line, target, value) for each assignment of one name to another within `node`."""
     for assign in ast.walk(node):
         if isinstance(assign, ast.Assign):
             for target in assign.targets:
@@ -33,11 +33,12 @@ def names_to_names(node):
 
 
 def passed_on_from_one_start(source):
-    """Pairs of names of which a loop gives one to the other, and which begin as the same value.
+    """Yield (kernel, target, value) for names that a loop assigns and that start as one value.
 
-    Triton 3.6 visits the body of a loop once to learn which names it changes. It takes a name that
-    then holds what it held before for a constant of the loop, without a word: after
-    `a, b = zero, zero` a loop of `b, a = a, new` keeps b at zero.
+    Triton 3.6 visits a loop's body once to learn which names it changes. A name that then still
+    holds
+    its old value is silently taken for a constant of the loop: after `a, b = zero, zero`, a loop of
+    `b, a = a, new` keeps b at zero.
     """
     for kernel in kernels(source):
         for loop in ast.walk(kernel):

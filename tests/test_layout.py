@@ -1,4 +1,4 @@
-"""The rules of the house: where things are, and which way imports flow."""
+"""Repository rules: where files are, and in which direction imports go."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ from npu_ops.core.registry import Table
 ROOT = pathlib.Path(__file__).parents[1]
 OPS = sorted(p.parent.name for p in ROOT.glob("npu_ops/ops/*/__init__.py"))
 NEVER = {"tests", "benchmarks"}
-ABOVE = {  # what a tree may not import
+ABOVE = {  # what each tree may not import
     "npu_ops": {
         "npu_ops_adapters", "npu_ops_emulator", "npu_ops_autoload", "npu_ops_import_hook",
         "npu_ops_tools",
@@ -42,7 +42,7 @@ def relative(path):
 
 
 def imports(path):
-    """The modules that a Python file imports: (line, name, whether at its top level)."""
+    """Yield the modules that a Python file imports: (line, name, whether at its top level)."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def test_an_op_has_a_test_and_a_benchmark(op):
         assert files(pattern), pattern
 
 
-PARTS_OF_AN_OPERATOR = {"attention", "chunk_gated_delta_rule", "qk_norm_rope"}  # by hand
+PARTS_OF_AN_OPERATOR = {"attention", "chunk_gated_delta_rule", "qk_norm_rope"}  # folders by hand
 
 
 def test_an_op_is_declared_in_plain_sight():
@@ -106,7 +106,7 @@ PROTOCOL = {  # see npu_ops/core/cases.py
 
 
 def departures(module, functions):
-    """What a `cases` module has that is not as `npu_ops/core/cases.py` says, one sentence each."""
+    """Yield a sentence for each way a `cases` module departs from `npu_ops/core/cases.py`."""
     missing = [n for n, kind in PROTOCOL.items() if not isinstance(getattr(module, n, None), kind)]
     if missing or not callable(module.of_model):
         yield f"no {', '.join(missing or ['of_model'])}"
@@ -152,7 +152,7 @@ def departures_of_case(case, module, small):
 def test_cases_keep_the_protocol(op):
     functions = set(__import__(f"npu_ops.ops.{op}", fromlist=["__all__"]).__all__)
     takes_tensors = {name for name in functions if inspect.isfunction(getattr(npu_ops, name))}
-    asked = {"plan_attention", "unfinished_rows"}  # which take no tensors
+    asked = {"plan_attention", "unfinished_rows"}  # public functions without tensors
     assert list(departures(cases.of(op), takes_tensors - asked)) == []
 
 
@@ -196,7 +196,7 @@ def test_native_code_implements_and_defines_no_schema(path):
 
 @pytest.mark.parametrize("path", [*files("csrc/**/*.cpp"), *files("csrc/**/*.h")], ids=relative)
 def test_native_includes_flow_one_way(path):
-    """What is included lies in csrc, and common knows none of the rest."""
+    """Native code includes only headers in csrc, and `common` includes none outside itself."""
     for header in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M):
         assert ".." not in header
         assert (ROOT / "csrc" / header).exists() or (path.parent / header).exists(), header
@@ -207,7 +207,7 @@ def test_native_includes_flow_one_way(path):
     "path", [p for op in [*OPS, "common"] for p in files(f"csrc/{op}/*")], ids=relative
 )
 def test_one_header_knows_torch(path):
-    """From torch 2.10 on by its stable ABI alone: one library serves all of them."""
+    """Only common/torch.h includes torch, so that one library serves all versions from 2.10."""
     included = re.findall(r"^\s*#\s*include\s*<((?:torch|ATen|c10)/[^>]+)>", path.read_text(), re.M)
     assert not included or relative(path) == "csrc/common/torch.h"
     arithmetic = path.name in ("vec.h", "philox.h")
@@ -233,11 +233,11 @@ def test_imports_flow_one_way(tree):
             assert package not in ABOVE[tree] | NEVER, f"{relative(path)}:{line}: {module}"
 
 
-ACYCLIC = ["npu_ops", "python"]  # folders in which no import goes round in a circle
+ACYCLIC = ["npu_ops", "python"]  # folders whose modules must not import each other in a circle
 
 
 def import_graph(sources):
-    """Of modules, name: source, which of the others each imports, also where a function does."""
+    """Map each module to the others that it imports, also within functions; sources by name."""
     graph = {}
     for name, source in sources.items():
         graph[name] = set()
@@ -261,7 +261,7 @@ def import_cycle(sources):
 
 
 def modules_of(folder):
-    """The sources of all modules in a package, or in a folder of packages, by their names."""
+    """Return the sources of all modules in a package, or in a folder of packages, by name."""
     root = ROOT / folder
     base = ROOT if (root / "__init__.py").exists() else root
     sources = {}
@@ -299,7 +299,7 @@ def test_the_library_knows_no_framework(part):
 
 
 def test_vendor_packages_are_imported_where_they_are_used():
-    """At the top of a file only in the kernels that are loaded when first chosen."""
+    """Only kernel files, loaded when an implementation is first chosen, import at their top."""
     for path in [
         *files("npu_ops/*.py"),
         *files("npu_ops/core/*.py"),
@@ -322,8 +322,8 @@ def test_core_does_not_know_the_ops():
 DELTA_RULES = (
     "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule", "gated_delta_rule_update",
 )  # fmt: skip
-# Modules of an op that other ops import, and which ones. The first line of the module's docstring
-# names all of them, or the group that they form.
+# Modules of an op that other ops import, and which ops. The first line of the module's docstring
+# names all these ops, or the group that they form.
 GROUPS = {"all gated delta rules": {*DELTA_RULES, "chunk_kda"}}
 SHARED = {
     "gated_delta_rule_update.triton_ascend": {"chunk_gated_delta_rule"},
@@ -380,7 +380,7 @@ CALLED = {
 
 
 def parts_of_other_ops(path):
-    """The modules of other ops that a file of an op imports, but their cases."""
+    """Yield (op, module) for each module of another op, except `cases`, that a file imports."""
     own = path.relative_to(ROOT / "npu_ops/ops").parts[0]
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -402,7 +402,7 @@ def is_module(name):
 
 
 def test_ops_share_modules_that_say_so():
-    """Never an op.py nor what an op's `__init__` has, but for its public function."""
+    """No op imports another's op.py, nor anything from its `__init__` but a public function."""
     found = {}
     for path in files("npu_ops/ops/*/**/*.py"):
         for own, part in parts_of_other_ops(path):
@@ -423,7 +423,7 @@ def test_the_first_line_of_a_shared_module_says_who_shares_it(part):
 
 
 def reads_environment(path):
-    """The lines of a file that touch os.environ or os.getenv."""
+    """Yield the lines of a file that touch os.environ or os.getenv."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in (
             "environ",
@@ -446,7 +446,7 @@ def test_the_environment_is_read_in_one_place():
 
 
 def test_custom_op_is_not_used():
-    """It costs four times a `Library.define`."""
+    """A call through it costs four times as much as through `Library.define`."""
     for path in files("npu_ops/**/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             used = isinstance(node, ast.Attribute) and node.attr == "custom_op"
@@ -458,7 +458,8 @@ TRACED = ("ops/*/__init__.py", "ops/*/arguments.py", "ops/*/checks.py", "core/ch
 
 @pytest.mark.parametrize("tree", TRACED)
 def test_argument_checks_use_what_torch_compile_of_torch_2_7_traces(tree):
-    """It refuses unions in isinstance and _asdict, and takes zip's strict=False for strict=True."""
+    """torch 2.7's compiler refuses `A | B` in isinstance and _asdict, and runs any
+    zip as strict."""
     for path in files(f"npu_ops/{tree}"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node) if isinstance(node, ast.Call) else ""
@@ -466,8 +467,8 @@ def test_argument_checks_use_what_torch_compile_of_torch_2_7_traces(tree):
             assert not refused, f"{relative(path)}:{node.lineno}: {called}"
 
 
-# Functions that make a tensor from nothing: torch gives it default dtypes and devices, which
-# loaders change.
+# Functions that allocate a tensor without an input tensor. Without dtype and device, torch takes
+# defaults that model loaders change.
 MAKERS = {
     "arange", "as_tensor", "asarray", "complex", "empty", "empty_permuted", "empty_strided", "eye",
     "frombuffer", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
@@ -477,7 +478,7 @@ MAKERS = {
 
 
 def allocations_by_default(source):
-    """The lines that call one of torch's makers without dtype and device."""
+    """Yield the lines that call one of these functions without dtype and device."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -513,13 +514,13 @@ LONGEST = 600  # lines
 
 @pytest.mark.parametrize("tree", ["tests", "benchmarks"])
 def test_no_file_of_tests_is_long(tree):
-    """One that grows beyond is two subjects."""
+    """A longer file has two subjects and is to be split."""
     lengths = {path: len(path.read_text().splitlines()) for path in files(f"{tree}/**/*.py")}
     assert {relative(path): n for path, n in lengths.items() if n > LONGEST} == {}
 
 
 def test_what_a_module_shares_is_made_once():
-    """A fixture of a module is made in each process that runs one of its tests."""
+    """A module's fixture runs once per worker process, so its tests belong in one xdist group."""
     shared = [p for p in files("tests/**/test_*.py") if 'scope="module"' in p.read_text()]
     assert [relative(p) for p in shared if "xdist_group(" not in p.read_text()] == []
     assert len(shared) > 5
@@ -529,7 +530,7 @@ def test_what_a_module_shares_is_made_once():
 
 
 DRAWS = re.compile(r"torch\.(randn|rand|randint|randperm)(_like)?\(|\.normal_\(|\brandom\.\w+\(")
-PARTS = re.compile(r"^gdn_of_|_calls\.py$")  # of tests, and of a program that seeds
+PARTS = re.compile(r"^gdn_of_|_calls\.py$")  # parts of tests or of a program that seeds
 SEEDED = re.compile(r"manual_seed\(|random\.(seed|Random)\(|default_rng\(\w")
 
 
@@ -538,7 +539,7 @@ def draws_without_a_seed(text):
 
 
 def test_programs_of_the_tests_seed_what_they_draw():
-    """What pytest runs is seeded by conftest.py; the rest are processes of their own."""
+    """conftest.py seeds the tests; programs that tests start must seed themselves."""
     programs = [
         path
         for path in files("tests/**/*.py")
@@ -558,13 +559,13 @@ def test_a_draw_without_a_seed_is_found():
 
 
 def test_messages_spell_dtypes_in_one_way():
-    """By `check.short`; a dtype by itself reads torch.float32."""
+    """Messages use `check.short`: a dtype formatted by itself reads "torch.float32"."""
     spelled = re.compile(r"(got|needs|is|are|no|or|not|'s) \{[\w.]*dtype(\(\w+\))?\}")
     found = [
         f"{relative(path)}:{number}"
         for path in files("npu_ops/**/*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if spelled.search(line) and "spec.dtype" not in line  # a string already
+        if spelled.search(line) and "spec.dtype" not in line  # that one is a string
     ]
     assert found == []
 
@@ -573,7 +574,7 @@ def test_messages_spell_dtypes_in_one_way():
 
 
 def text_files():
-    """What is committed, or would be."""
+    """Yield name and content of each text file that is committed or not ignored by git."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,

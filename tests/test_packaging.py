@@ -1,4 +1,4 @@
-"""What is distributed, and how a clone is built: by the functions that pip and build call."""
+"""Contents of the sdist and the wheels, built through the hooks that pip and build call."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ import npu_ops
 from npu_ops.core import preferences
 
 ROOT = pathlib.Path(__file__).parents[1]
-pytestmark = pytest.mark.xdist_group("packaging")  # one sdist
+pytestmark = pytest.mark.xdist_group("packaging")  # share one sdist
 NOT_SHIPPED = {".gitignore"}
 EMPTY = "#include <stdint.h>\n"
 
@@ -39,14 +39,14 @@ def copy(names, folder):
 
 
 def call(folder, hook, **variables):
-    """Run a hook of the build backend in `folder`; what it made is in its `dist`."""
+    """Run a hook of the build backend in `folder` and return the file that it built."""
     done = run_hook(folder, f"print(backend.{hook}('dist'))", **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "dist" / done.stdout.splitlines()[-1]
 
 
 def run_hook(folder, code, **variables):
-    """Run `code` with the build backend in `folder`, as pip does."""
+    """Run `code` with the build backend imported as `backend` in `folder`, as pip does."""
     return subprocess.run(
         [sys.executable, "-c", f"import build_backend as backend; {code}"],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(folder / "packaging")} | variables,
@@ -70,7 +70,7 @@ def test_the_readme_lists_the_extras():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The source distribution of what is committed, made where something was built before."""
+    """An sdist of the committed files, built in a clone that holds results of an older build."""
     clone = copy(committed(), tmp_path_factory.mktemp("clone"))
     (clone / "npu_ops" / "_build_info.json").write_text('{"compiler": "the builder\'s"}')
     (clone / "npu_ops" / "_native.abi3.so").write_bytes(b"\x7fELF")
@@ -105,7 +105,7 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
 
 
 def test_a_table_that_is_shipped_chooses(tmp_path):
-    """What `npu-ops tune --export` wrote, put into the package: found where it is installed."""
+    """A table from `npu-ops tune --export`, put into the package, is found once installed."""
     names = {name for name in committed() if not name.startswith("tests/")}
     clone, site = copy(names, tmp_path / "clone"), tmp_path / "site"
     folder = clone / preferences.PACKAGED.relative_to(ROOT)
@@ -131,7 +131,7 @@ def test_a_table_that_is_shipped_chooses(tmp_path):
 
 @pytest.fixture(scope="module")
 def installed(sdist, tmp_path_factory):
-    """A folder with an installed wheel."""
+    """A folder with the wheel's content, built from the sdist, and our native library."""
     folder = tmp_path_factory.mktemp("installed")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "source", filter="data")
@@ -141,7 +141,7 @@ def installed(sdist, tmp_path_factory):
     return copy({"npu_ops/_native.abi3.so", "npu_ops/_build_info.json"}, folder / "site")
 
 
-# The output of each command in a clone, as far as it gets, and its exit status.
+# For each command run in a clone: text in its output, and its exit status.
 IN_A_CLONE = {
     "new-op toy": ("tests/fuzz/ops/toy.py", 0),
     "bench l2norm --quick --longest 0 --only decoding": ("only: got ['decoding']", 2),
@@ -171,7 +171,7 @@ def test_commands_of_a_clone_work_there_by_an_installed_wheel(installed, tmp_pat
 
 
 def test_editors_and_type_checkers_know_every_public_name(installed, tmp_path):
-    """What pyright finds wrong in the examples of the docs: nothing. It sees the wheel alone."""
+    """pyright finds no error in the docs' examples. It sees only the installed wheel."""
     assert dir(npu_ops) == sorted(npu_ops.__all__)
     every = "import npu_ops\n" + "".join(f"npu_ops.{name}\n" for name in npu_ops.__all__)
     (tmp_path / "every.py").write_text(f"{every}npu_ops.importlib\n")
@@ -191,7 +191,7 @@ def test_editors_and_type_checkers_know_every_public_name(installed, tmp_path):
 
 
 def test_the_native_library_asks_for_no_newer_glibc():
-    """2.28, as packaging/wheels.py promises; of libstdc++, what came with GCC 8."""
+    """It needs at most glibc 2.28, as packaging/wheels.py promises, and GCC 8's libstdc++."""
     library = ROOT / "npu_ops" / "_native.abi3.so"
     symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True)
     needed = re.findall(r"\((GLIBC|GLIBCXX)_([\d.]+)\)", symbols.stdout)
@@ -201,14 +201,14 @@ def test_the_native_library_asks_for_no_newer_glibc():
         assert tuple(map(int, version.split("."))) <= newest[name], f"{name}_{version}"
 
 
-# AscendC kernels, with a stand-in for CANN whose compiler records how it was called.
+# AscendC kernels, built with a stand-in for CANN whose compiler records how it was called.
 
 CANN = ROOT / "tests" / "cann_stand_in"
 
 
 @pytest.fixture
 def kernels(tmp_path):
-    """A clone without the native library's sources, which take minutes."""
+    """A clone with one empty native source in place of ours, which take minutes to compile."""
     names = {name for name in committed() if not name.startswith("tests/")}
     names = {name for name in names if not name.endswith(("_cpu.cpp", "_npu.cpp"))}
     clone = copy(names, tmp_path)
@@ -218,7 +218,7 @@ def kernels(tmp_path):
 
 
 def build_wheel(folder, **variables):
-    """How `pip install .` builds it: the process, and the names in the wheel by their contents."""
+    """Build as `pip install .` does; return the process and the wheel's AscendC files by name."""
     done = run_hook(folder, "backend.build_wheel('dist')", **variables)
     wheels = list((folder / "dist").glob("*.whl"))
     if not wheels:
@@ -261,10 +261,10 @@ def test_kernels_are_left_out_loudly_or_where_there_is_no_cann(kernels):
 
 
 def test_a_changed_source_alone_is_compiled_again(tmp_path):
-    """In an editable install, with two sources in place of ours, which take longer."""
+    """In an editable install, with two tiny sources in place of ours, which take longer."""
     names = {name for name in committed() if not name.startswith(("csrc/", "tests/"))}
     clone = copy(names, tmp_path)
-    emulator = clone / "csrc" / "emulator"  # a package's folder
+    emulator = clone / "csrc" / "emulator"  # the name of a package too
     for path in (emulator, clone / "csrc/one", clone / "csrc/two"):
         path.mkdir(parents=True)
     (clone / "csrc/one/size.h").write_text("inline int size() { return 1; }\n")
@@ -272,7 +272,7 @@ def test_a_changed_source_alone_is_compiled_again(tmp_path):
         (clone / f"csrc/{name}/{name}_cpu.cpp").write_text(text)
 
     def compiled():
-        """The objects that a build writes."""
+        """Build, and return the names of the objects that were written."""
         before = {path: path.stat().st_mtime_ns for path in objects()}
         call(clone, "build_editable")
         return {path.stem for path in objects() if before.get(path) != path.stat().st_mtime_ns}
@@ -290,7 +290,7 @@ def test_a_changed_source_alone_is_compiled_again(tmp_path):
 
 
 def test_building_wheels_leaves_a_checkout_as_it_was(tmp_path):
-    """A build writes how it was built; setup.py does so for a source distribution too."""
+    """A build writes _build_info.json; setup.py does so for a source distribution too."""
     kept = runpy.run_path(str(ROOT / "packaging/build_backend.py"))["kept"]
     there, missing = tmp_path / "there", tmp_path / "missing"
     there.write_text("mine")
@@ -301,7 +301,7 @@ def test_building_wheels_leaves_a_checkout_as_it_was(tmp_path):
 
 
 def test_wheels_are_built_from_a_tree_of_their_own(tmp_path):
-    """In a clone where `make test` ran: nothing that its builds left is in the wheel."""
+    """A clone in which `make test` ran: nothing that its builds left behind is in the wheel."""
     sources = committed()
     clone = copy(sources, tmp_path / "clone")
     left = {
@@ -325,7 +325,7 @@ def test_wheels_are_built_from_a_tree_of_their_own(tmp_path):
     assert not [n for n in names if "left" in n or n.endswith((".so", ".o"))]
     shutil.rmtree(clone / "dist")
     after = {path: path.read_bytes() for path in clone.rglob("*") if path.is_file()}
-    egg = "npu_ops.egg-info"  # setuptools writes it anew
+    egg = "npu_ops.egg-info"  # setuptools writes it again
     changed = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
     assert {str(p) for p in changed if egg not in str(p) and "__pycache__" not in str(p)} == set()
 
@@ -373,7 +373,7 @@ def test_the_metadata_and_the_readme_of_a_release_link_to_the_repository(tmp_pat
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
-    """packaging/release.py, and a clone in which a release was built."""
+    """The module packaging/release.py, and a clone in which a release was built."""
     monkeypatch.syspath_prepend(ROOT / "packaging")
     import release
 
@@ -419,7 +419,7 @@ def test_the_changelog_is_short_and_has_this_version():
 
 
 def test_torch_is_asked_for_where_it_is_compiled_for():
-    """And nowhere else: a wheel of Python alone, or a source distribution, need no download."""
+    """A wheel without native code and a source distribution need no download of torch."""
 
     def asked(hook, **variables):
         done = run_hook(ROOT, f"print(backend.get_requires_for_{hook}())", **variables)

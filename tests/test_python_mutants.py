@@ -1,4 +1,4 @@
-"""Mutants of an op's Python files change what they say; mutants.py runs them."""
+"""Mutants of Python files change what their rule says; mutants.py runs them."""
 
 import csv
 import pathlib
@@ -36,7 +36,7 @@ def test_a_function_gets_the_code_of_its_mutant():
     ],
 )  # fmt: skip
 def test_what_a_mutant_changes(tmp_path, right, wrong, changed):
-    """None: what an import runs. A function changes with the functions in it."""
+    """`changed` None: code that runs at import. A function changes with those nested in it."""
     path = tmp_path / "module.py"
     path.write_text(right)
     code = compile(wrong, str(path), "exec")

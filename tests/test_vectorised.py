@@ -1,6 +1,7 @@
-"""The compiler makes vectors of the native kernels' loops, also where it has no masks.
+"""GCC vectorises the loops of the native kernels, also for targets without mask registers.
 
-x86-64-v3 is AVX2, which most servers have; on aarch64, where most NPUs are, NEON has none either.
+Without them are x86-64-v3 (AVX2), which most servers have, and NEON on aarch64, where most NPUs
+are.
 """
 
 import pathlib
@@ -29,7 +30,7 @@ IN_VECTORS = "loop vectorized"
 
 
 def compiled(source: pathlib.Path, *options: str) -> str:
-    """What the compiler says of each loop, with the options that setup.py gives it."""
+    """Return GCC's vectorisation report for `source`, compiled with setup.py's options."""
     flags = re.findall(r'^ {12}"(-[fO]\S+|-std=\S+)",$', SETUP.read_text(), re.M)
     assert "-O3" in flags and "-fno-trapping-math" in flags
     command = ["g++", *flags, f"-march={MARCH}"]
@@ -45,14 +46,14 @@ def said(report: str, file: pathlib.Path, line: int) -> str:
 
 
 def loops_in(source: str) -> list[int]:
-    """The lines of those that are marked."""
+    """Return the line of each loop marked `#pragma GCC ivdep`."""
     return [
         source[: mark.end()].count("\n") + 2 for mark in re.finditer("#pragma GCC ivdep", source)
     ]
 
 
 def headers_of(file: pathlib.Path) -> set[pathlib.Path]:
-    """Ours that it includes, and theirs."""
+    """Return the csrc headers that a file includes, directly or through others."""
     included = re.findall(r'^#include "(\w+/\w+\.h)"', file.read_text(), re.M)
     direct = {ROOT / "csrc" / name for name in included}
     return direct.union(*map(headers_of, direct))
@@ -76,7 +77,7 @@ def test_functions_of_floats_are_computed_in_vectors(type, tmp_path):
 
 
 def test_the_report_tells_a_loop_that_is_not(tmp_path):
-    """The C library's function, whose errno a loop over vectors cannot set."""
+    """A call of the C library's lgamma, which sets errno, cannot be vectorised."""
     (report,) = reports_of(["std::lgamma"], "float", tmp_path)
     assert "couldn't vectorize" in report and IN_VECTORS not in report
 
@@ -84,7 +85,7 @@ def test_the_report_tells_a_loop_that_is_not(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(ROOT.glob("csrc/*/*_cpu.cpp")), ids=lambda file: file.stem)
 def test_each_marked_loop_of_a_kernel_is_vectorised(file):
-    """In some of its instances; none has control flow in its way."""
+    """At least one instance of each loop is; control flow prevents it in none."""
     include = pathlib.Path(torch.__file__).parent / "include"
     places = [include, include / "torch" / "csrc" / "api" / "include"]
     report = compiled(file, *[f"-isystem{place}" for place in places],

@@ -1,4 +1,4 @@
-"""Ways to change memory that a tensor's version does not count."""
+"""Ways to write a tensor's memory without raising its version counter."""
 
 import threading
 from datetime import timedelta
@@ -25,7 +25,7 @@ def _as_storage(x, value):
 
 
 def _as_broadcast(x, value):
-    """Received from another rank of gloo; both are threads of this process."""
+    """Receive `value` by a gloo broadcast from another rank; both ranks are threads here."""
     store, tensors = distributed.HashStore(), (value.clone(), x.detach())
 
     def run(rank):

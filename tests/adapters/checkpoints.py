@@ -14,7 +14,7 @@ def in_dtype(
 ) -> pathlib.Path:
     """Copy a model in the dtype that is trained, because a server may keep A_log in fp32.
 
-    trained: give norms weights that are neither 0 nor 1. transformers draws only those.
+    trained: change the norms' weights, which transformers always sets to 0 or 1.
     """
     shutil.copytree(model, into / model.name)
     file = into / model.name / "model.safetensors"

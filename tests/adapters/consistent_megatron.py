@@ -19,7 +19,7 @@ import transformers
 HEADS, GROUPS, DIM, HIDDEN, LAYERS, WORDS = 4, 2, 64, 128, 2, 96
 LENGTHS = (57, 1, 42)
 LINEAR = {
-    "linear_num_value_heads": 32,  # whole vectors of AVX-512, see docs/invariance.md
+    "linear_num_value_heads": 32,  # a multiple of AVX-512's width, see docs/invariance.md
     "linear_num_key_heads": 16,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
@@ -29,7 +29,7 @@ EXPERTS, CHOSEN, WIDTH = 8, 3, 96
 
 
 def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
-    """Return transformers' model, with norms whose weights are not all 1, or 0 where 1 is added."""
+    """Return transformers' model; its norms' weights are random around 1, or 0 where 1 is added."""
     made, model, own = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
         "qwen3_5": (
@@ -154,8 +154,7 @@ def experts_or_one(own: dict) -> dict:
 
 
 def attention(own: dict) -> dict:
-    """Return attention's weights in Megatron's order: q, gates of q, k and v of each group
-    together."""
+    """Return attention's weights in Megatron's order: per group q, its gates, k and v."""
     q, k, v = (own[f"self_attn.{x}_proj"].view(GROUPS, -1, HIDDEN) for x in "qkv")
     gated = q.shape[1] == 2 * DIM * (HEADS // GROUPS)
     parts = q.view(GROUPS, -1, 2 if gated else 1, DIM, HIDDEN).unbind(2)

@@ -1,5 +1,7 @@
-"""Prints how many numbers of a vision tower's position embedding are not a server's, and of how
-many: python consistent_tower.py, with any transformers on the path, and NPU_OPS_CONSISTENT=1.
+"""Count the numbers of a vision tower's position embedding that differ from a server's.
+
+python consistent_tower.py, with any transformers on the path and NPU_OPS_CONSISTENT=1. Prints that
+count, and how many numbers there are.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from npu_ops_adapters import vision_tower
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
-# One patch, rows of the table (48), beside them, more than them, and two frames.
+# One patch; grids as large as the table (48), smaller and larger than it; and two frames.
 GRIDS = [[1, 2, 2], [1, 48, 46], [1, 30, 62], [2, 14, 8], [1, 96, 38]]
 
 
 def of_training(tower) -> torch.Tensor:
-    """What the first block gets of pictures that are black."""
+    """Return what the tower's first block gets for black pictures: the position embedding alone."""
     seen = []
     hook = tower.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     patches = sum(t * h * w for t, h, w in GRIDS)

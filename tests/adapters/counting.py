@@ -27,12 +27,11 @@ def on_calls(
 ) -> None:
     """Call `note(name)` before each later call of these operators of npu_ops, or of `home`.
 
-    Calls that torch.compile traces are not noted. On a machine with an NPU, calls on the CPU are
-    not
-    noted either: they compare a model's functions with ours.
+    Calls that torch.compile traces are not noted. On a machine with an NPU neither are calls on the
+    CPU: they compare a model's functions with ours.
     """
     if home is None:
-        import npu_ops as home  # imported late: checks depend on the order of imports
+        import npu_ops as home  # not at the top: checks depend on the import order
     for name in names:
         setattr(home, name, _noted(getattr(home, name), functools.partial(note, name)))
 
@@ -61,7 +60,7 @@ def _compares(values: list) -> bool:
 
 
 def operators() -> list[str]:
-    """Return the names of npu_ops' functions that compute."""
+    """Return the names of npu_ops's functions that compute."""
     import npu_ops
 
     asked = ("build_info", "explain", "is_npu", "plan_attention", "unfinished_rows")

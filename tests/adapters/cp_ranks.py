@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 import npu_ops
 
-LENGTHS = (32, 64, 16, 80)  # of packed sequences; a multiple of 8, so up to four ranks share them
+# of packed sequences; multiples of 8, so that up to four ranks can share them
+LENGTHS = (32, 64, 16, 80)
 LENGTH = 48
 
 

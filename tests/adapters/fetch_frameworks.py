@@ -32,12 +32,12 @@ FRAMEWORKS = {
 
 
 def tree(name: str) -> pathlib.Path:
-    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not downloaded."""
     return fetching.tree(FOLDER / name, "tests/adapters/fetch_frameworks.py")
 
 
 def fetch(name: str) -> None:
-    """Download a framework, unless it is there."""
+    """Download a framework, unless its folder exists."""
     fetching.install(FOLDER / name, "==".join(name.rsplit("-", 1)), *FRAMEWORKS[name])
 
 

@@ -17,12 +17,12 @@ NEEDS_PYTHON_312 = ("0.17.1", "0.18.2", "0.19.2")
 
 
 def tree(version: str) -> pathlib.Path:
-    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not downloaded."""
     return fetching.tree(FOLDER / version, "tests/adapters/fetch_megatron.py")
 
 
 def fetch(version: str) -> None:
-    """Download one release, unless it is there."""
+    """Download one release, unless its folder exists."""
     newer = ("--python-version", "3.12", "--ignore-requires-python")
     flags = newer if version in NEEDS_PYTHON_312 else ()
     fetching.install(FOLDER / version, *flags, f"megatron-core=={version}")

@@ -1,10 +1,10 @@
-"""Make .cache/sglang: SGLang and the packages it needs on a CPU, in a folder that precedes .venv's.
+"""Make .cache/sglang: SGLang and the packages it needs on a CPU, to precede .venv's.
 
 python tests/adapters/fetch_sglang.py
 
-Two packages exist for GPUs only. torchvision's binary does not load beside a CPU build of torch;
-its Python does, after two operators are declared. SGLang runs on a CPU, and on the emulated NPU,
-through platform plugins. They are registered only in this folder.
+Two packages exist only for GPUs. torchvision's binary does not load with a CPU build of torch; its
+Python works, after two operators are declared. SGLang runs on a CPU and on the emulated NPU through
+platform plugins, which are registered only in this folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PLUGINS = {
 
 
 def tree(version: str = VERSION) -> pathlib.Path:
-    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / version, "tests/adapters/fetch_sglang.py")
 
 
 def fetch(version: str = VERSION) -> None:
-    """Download everything, unless it is there."""
+    """Download everything, unless the folder exists."""
     if (FOLDER / version).exists():
         return
     print("0.3 GB, a minute", flush=True)
@@ -51,7 +51,7 @@ def fetch(version: str = VERSION) -> None:
 
 
 def register(folder: pathlib.Path) -> None:
-    """Register our platforms as two distributions, whose modules lie beside this file."""
+    """Register our platforms as two distributions; their modules are beside this file."""
     for name, points in PLUGINS.items():
         plugin = folder / f"{name}-1.dist-info"
         plugin.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def register(folder: pathlib.Path) -> None:
 
 
 def wheel(version: str) -> pathlib.Path:
-    """Return the wheel of a release, to read its sources; running it would need other packages."""
+    """Return a release's wheel, whose sources tests read; to run it would need other packages."""
     (found,) = (FOLDER / "wheels").glob(f"sglang-{version}-*.whl")
     return found
 

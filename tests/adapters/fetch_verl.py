@@ -2,9 +2,8 @@
 
 python tests/adapters/fetch_verl.py
 
-If VERL names a checkout of verl, tests run it with the same packages. torch stays the
-environment's. torchvision's binary is for CUDA; its Python is enough, after two operators are
-declared.
+If VERL names a checkout of verl, tests run it with the same packages. torch is the environment's.
+torchvision's binary is for CUDA; its Python works, after two operators are declared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ REQUIREMENTS = pathlib.Path(__file__).with_name("verl_requirements.txt")
 
 
 def tree() -> pathlib.Path:
-    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER, "tests/adapters/fetch_verl.py")
 
 
@@ -41,12 +40,12 @@ def path() -> list[pathlib.Path]:
 
 
 def queue() -> pathlib.Path:
-    """Return the folder of TransferQueue; FileNotFoundError if it was not made."""
+    """Return the folder of TransferQueue. Raises FileNotFoundError if it was not made."""
     return fetching.tree(QUEUE, "tests/adapters/fetch_verl.py")
 
 
 def fetch() -> None:
-    """Download everything, unless it is there."""
+    """Download everything, unless the folders exist."""
     fetching.install(QUEUE, "transferqueue==0.1.11", "prometheus_client==0.26.0")
     if FOLDER.exists():
         return

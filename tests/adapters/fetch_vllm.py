@@ -2,9 +2,9 @@
 
 python tests/adapters/fetch_vllm.py
 
-vLLM's wheel is 0.4 GB of CUDA. Its source can be installed without native code, as vllm-ascend's
-instructions say. torch stays the environment's. torchvision's binary does not load beside it; its
-Python is enough, after two operators are declared.
+vLLM's wheel has 0.4 GB of CUDA code. Its source installs without native code, as vllm-ascend's
+instructions describe. torch is the environment's. torchvision's binary does not load with it; its
+Python works, after two operators are declared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENGINE = HERE / "vllm_npu" / "requirements.txt"
 
 
 def tree() -> pathlib.Path:
-    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / VERSION, "tests/adapters/fetch_vllm.py")
 
 
@@ -37,12 +37,12 @@ def engine() -> pathlib.Path:
 
 
 def ascend() -> pathlib.Path:
-    """Return a later vllm-ascend to read its sources; running it would need another vLLM."""
+    """Return a later vllm-ascend, whose sources tests read; to run it would need another vLLM."""
     return fetching.tree(FOLDER / f"ascend-{READ}", "tests/adapters/fetch_vllm.py")
 
 
 def fetch() -> None:
-    """Download everything, unless it is there."""
+    """Download everything, unless the folders exist."""
     fetching.install(FOLDER / f"ascend-{READ}", f"vllm-ascend=={READ}")
     fetching.install(BUILDS, "setuptools-scm==8.3.1")
     fetching.install(FOLDER / f"engine-{VERSION}", "--no-compile", "--requirement", str(ENGINE))

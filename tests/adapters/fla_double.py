@@ -1,9 +1,9 @@
-"""A double of flash-linear-attention: its modules, signatures and registry, in two forms.
+"""A stand-in for flash-linear-attention: its modules, signatures and registry, in two forms.
 
-`write(folder, form)` makes a package `fla`. "main" is 0.5.2 and the main branch of August 2026;
-"0.6" is the release after it. Functions return ("theirs", their name). Registries behave like
-fla's: main's is loaded at the first call, under a lock and without import errors; the backend with
-the lowest priority is asked first; a verifier that raises declines.
+`write(folder, form)` writes a package `fla`. "main" is 0.5.2 and the main branch of August 2026;
+"0.6" is the next release. Functions return ("theirs", their name). Registries behave like fla's:
+main's is loaded at the first call, under a lock and without import errors; the backend with the
+lowest priority is asked first; a verifier that raises declines.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ _SIGNATURES = {
     "causal_conv1d_update": "x, cache, residual=None, weight=None, bias=None, activation=None",
 }
 _GDR = "fla.ops.gated_delta_rule"
-MODULES = {  # the module of each function
+MODULES = {  # function: its module
     "main": {
         "fused_recurrent_gated_delta_rule": f"{_GDR}.fused_recurrent",
         "fused_gdn_gate": f"{_GDR}.gate",

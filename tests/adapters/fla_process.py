@@ -16,7 +16,7 @@ import upstream_fla
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """Return two sequences of more than a chunk, a state, and two value heads for a key head."""
+    """Return two sequences longer than a chunk, with states and two value heads per key head."""
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 2, 70, 2, 32, generator=draw)
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
@@ -38,7 +38,7 @@ def evaluate(function, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def with_a_query_for_each_value_head(naive):
-    """Repeat q and k for a naive function, because those of fla have no groups of value heads."""
+    """Wrap a naive fla function, which lacks grouped value heads: repeat q and k."""
 
     def call(q, k, **more):
         return naive(q.repeat_interleave(2, dim=2), k.repeat_interleave(2, dim=2), **more)
@@ -47,8 +47,8 @@ def with_a_query_for_each_value_head(naive):
 
 
 def product(errors: dict[str, float]) -> None:
-    """Compare Gated Delta Product of two steps a token, dense and packed, with fla's naive
-    function."""
+    """Compare Gated Delta Product with two steps per token, dense and packed, with
+    fla's naive one."""
     from fla.ops import gated_delta_product as theirs
     from fla.ops.gated_delta_product import naive
 
@@ -80,7 +80,7 @@ def product(errors: dict[str, float]) -> None:
 
 
 def kimi(errors: dict[str, float]) -> None:
-    """Compare Kimi Delta Attention, by chunks and token by token, with fla's naive function."""
+    """Compare Kimi Delta Attention, chunked and token by token, with fla's naive function."""
     from fla.ops import kda as theirs
     from fla.ops.kda import naive
 

@@ -1,9 +1,9 @@
-"""Compare real fla's functions for ranks that share packed sequences with each sequence alone.
+"""Compare real fla's functions on ranks that share packed sequences with each sequence alone.
 
 python fla_ranks.py STORE RANK RANKS    in as many processes, with gloo; fla-core is on the path
 
 Prints the largest error of the output and of each gradient, relative to its largest number, and the
-calls that reached npu-ops. The sequences alone use fla's own naive functions and torch's conv1d.
+calls of npu-ops. The sequences alone use fla's naive functions and torch's conv1d.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import npu_ops
 
-STARTS = (0, 3, 41, 42, 160, 192)  # one sequence is on all of three ranks, one has one token
+STARTS = (0, 3, 41, 42, 160, 192)  # one sequence spans all of three ranks, one has one token
 KEYS, VALUES, HEADS, VALUE_HEADS, CHANNELS, WIDTH = 32, 16, 2, 4, 6, 4
 FUNCTIONS = ("chunk_gated_delta_rule", "causal_conv1d")
 
@@ -41,7 +41,8 @@ def delta() -> dict[str, torch.Tensor]:
 
 
 def each_delta(naive, q, k, **more):
-    """Call fla's naive function, which has no groups of value heads, for each sequence."""
+    """Call fla's naive function for each sequence; q and k are repeated, as it
+    lacks value groups."""
     groups = VALUE_HEADS // HEADS
     more |= {"q": q.repeat_interleave(groups, 2), "k": k.repeat_interleave(groups, 2)}
     parts = [naive(**{name: x[:, a:b] for name, x in more.items()})[0] for a, b in sequences()]
@@ -68,7 +69,7 @@ def each_convolution(weight, x, residual):
 
 
 def product() -> dict[str, torch.Tensor]:
-    """Compare two steps a token: k, v and beta have twice as many rows, in pairs."""
+    """Return inputs with two steps per token: pairs of rows in k, v and beta."""
     given = tensors(2, q=(HEADS, KEYS), k=(2, HEADS, KEYS), v=(2, HEADS, VALUES), g=(HEADS,),
                     beta=(2, HEADS))  # fmt: skip
     for name in ("q", "k"):
@@ -84,7 +85,7 @@ def each_product(naive, **given):
 
 
 def in_rows(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the steps of tokens as rows, the form that fla's function of products needs."""
+    """Put the steps of tokens into rows, as fla's product function needs them."""
     return {name: x.flatten(1, 2) if name in ("k", "v", "beta") else x for name, x in given.items()}
 
 

@@ -76,7 +76,7 @@ def megatron() -> dict[str, str]:
 
 
 def smoothed(logits, labels):
-    """Return smoothed log-probabilities: each word but the label weighs 0.1 / (V - 1)."""
+    """Return smoothed log-probabilities: each word except the label has weight 0.1 / (V - 1)."""
     rows = torch.log_softmax(logits, -1)
     others = rows.sum(-1) - right(logits, labels)
     return 0.9 * right(logits, labels) + 0.1 * others / (rows.shape[-1] - 1)

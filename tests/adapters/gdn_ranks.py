@@ -3,8 +3,7 @@
 python gdn_ranks.py STORE RANK    in two processes
 
 Each rank builds the whole layer in a group of its own, and its share of the layer, cut from the
-same
-weights: a share of the heads, and a share of the tokens. Prints the largest error of outputs and
+same weights: half of the heads, or half of the tokens. Prints the largest error of outputs and
 gradients, relative to the largest number of each, and the operators of npu-ops that a step calls.
 """
 
@@ -20,11 +19,12 @@ import torch.distributed as dist
 from cp_ranks import dealt
 from npu_ops_tools import demo_model
 
-SECTIONS = (64, 64, 128, 128, 4, 4)  # of in_proj: q, k, v, gate, beta, alpha; the first 3 of conv
+# rows of in_proj: q, k, v, gate, beta, alpha; conv1d has the first 3
+SECTIONS = (64, 64, 128, 128, 4, 4)
 
 
 def layer(tensor: bool = False, context: bool = False):
-    """Build the layer: whole on each rank, or with its heads or the tokens shared."""
+    """Build the layer: whole on each rank, or sharing its heads or the tokens."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = megatron_cpu.transformer_config("rope", **demo_model.HYBRID)
@@ -37,7 +37,7 @@ def layer(tensor: bool = False, context: bool = False):
 
 
 def cut(name: str, weight: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return a rank's half: of each section of rows, or of out_proj's columns; norms are whole."""
+    """Return a rank's half: of each section of rows, or of out_proj's columns. Norms stay whole."""
     if name.startswith("out_norm"):
         return weight
     if name.startswith("out_proj"):
@@ -58,7 +58,7 @@ def step(module, hidden, **packing):
 
 
 def randomise(module) -> None:
-    """Draw weights of the size of trained ones and slow decays, so that all gradients count."""
+    """Draw weights as large as trained ones, and slow decays, so that all gradients matter."""
     for name, p in module.named_parameters():
         p.normal_(std=p[0].numel() ** -0.5 if p.dim() > 1 else 0.5)
         p += {"A_log": -2, "out_norm.weight": 1}.get(name, 0)
@@ -78,7 +78,7 @@ def layers(rank: int):
 
 def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
     expected, actual = step(whole, hidden, **packing), step(shared, hidden, **packing)
-    dist.all_reduce(actual["out_norm.weight"])  # each rank has the gradient of its heads
+    dist.all_reduce(actual["out_norm.weight"])  # each rank has its heads' part of the gradient
     found = {}
     for name, value in actual.items():
         wanted = expected[name]
@@ -88,7 +88,7 @@ def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
 
 
 def context_errors(rank: int, whole, spread, hidden, starts=(), **packing) -> dict[str, float]:
-    """Compare a layer whose tokens are shared; a rank has two of each sequence's four chunks."""
+    """Compare a layer that shares tokens; a rank has two of each sequence's four chunks."""
     own = dealt(starts or [0, len(hidden)], rank, 2)
     expected, actual = step(whole, hidden, **packing), step(spread, hidden[own], **packing)
     found = {}

@@ -9,7 +9,7 @@ from npu_ops_tools import demo_model
 
 
 class NoTracker(demo_model.NoTracker):
-    """A tracker that also has the states that activation checkpointing saves and restores."""
+    """A tracker with the methods that activation checkpointing calls."""
 
     def get_states(self):
         return {}
@@ -19,7 +19,7 @@ class NoTracker(demo_model.NoTracker):
 
 
 def start(store=None, rank: int = 0, ranks: int = 1) -> None:
-    """Start a process group, and give Megatron the CPU when it asks for the CUDA device."""
+    """Start a process group, and let Megatron use the CPU as its CUDA device."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     store = store or torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -31,7 +31,7 @@ def start(store=None, rank: int = 0, ranks: int = 1) -> None:
     parallel_state.initialize_model_parallel(1, 1)
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER = NoTracker()
-    # Megatron's activation checkpointing saves and restores the CPU's generator and CUDA's.
+    # Activation checkpointing in Megatron saves the generators of the CPU and of CUDA.
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
 
@@ -94,14 +94,14 @@ def transformer_config(position: str, kind=None, **config):
 def hybrid(**config):
     """Return a model with three layers of Gated Delta Net and one of attention.
 
-    Layers are in PyTorch if no kernels are installed.
+    Without kernels its layers use Megatron's PyTorch code.
     """
     config = demo_model.HYBRID | {"deterministic_mode": demo_model.lacks_kernels()} | config
     return gpt("rope", **config)
 
 
 def randomise_biases(model):
-    """Draw biases: they start as zeros, which would hide a bias that is lost."""
+    """Draw the biases: they start as zeros, which would hide a lost bias."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -114,7 +114,7 @@ def step(model, batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 128, (batch, length), generator=draw)
     positions = torch.arange(length).expand(batch, length)
-    if model.config.mrope_section:  # different in each sample and axis, as an image makes them
+    if model.config.mrope_section:  # positions differ per sample and axis, as with images
         positions = torch.randint(0, length, (3, batch, length), generator=draw)
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     torch.manual_seed(2)
@@ -124,6 +124,6 @@ def step(model, batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
 
 
 def call(function, *args, **kwargs):
-    """Call `function` with the keywords that this version of it has."""
+    """Call `function` with those keywords that its version has."""
     parameters = inspect.signature(function).parameters
     return function(*args, **{name: v for name, v in kwargs.items() if name in parameters})

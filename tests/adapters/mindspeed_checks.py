@@ -1,10 +1,11 @@
-"""Checks with MindSpeed, or with its double, in a process of its own.
+"""Checks with MindSpeed or its stand-in, in a process of their own.
 
 python -c "import mindspeed_checks; mindspeed_checks.run('ours first')"
 
 with a megatron-core release and `mindspeed` on PYTHONPATH. Prints a line of JSON for each check:
-its name, and null or the error. The order of imports: `ours first`, `megatron first` (npu-ops,
-Megatron, then MindSpeed) or `late` (MindSpeed, then npu-ops).
+its
+name, and null or the error. The argument is the order of imports: `ours first`, `megatron first`
+(npu-ops, Megatron, then MindSpeed) or `late` (MindSpeed, then npu-ops).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ALONE = COVERED - {
     (FORWARD, "attention"),
 }  # replaced by Megatron's adapter
 CHECKS: list = []
-OF_THE_DOUBLE: list = []  # checks that need the double, which counts the calls of its functions
+OF_THE_DOUBLE: list = []  # checks that need the stand-in's counts of calls
 
 
 def check(function):
@@ -72,7 +73,7 @@ def value(target: str):
 
 
 def layers(target: str) -> list:
-    """Return a function, the function that it falls through to, and so on."""
+    """Return a function, the one it falls through to, and so on."""
     found = [value(target)]
     while hasattr(found[-1], "__wrapped__"):
         found.append(found[-1].__wrapped__)
@@ -80,7 +81,7 @@ def layers(target: str) -> list:
 
 
 def theirs(target: str):
-    """Return the function that MindSpeed itself puts there, or None."""
+    """Return the function that MindSpeed itself sets at `target`, or None."""
     patch = registry().patches_info.get(target.replace(":", "."))
     return patch and patch.patch_func
 
@@ -114,7 +115,8 @@ def in_force() -> None:
 
 
 def snapshot() -> dict:
-    """Return the contents of both's modules, MindSpeed's registry and its list of features."""
+    """Return the contents of both's modules, of MindSpeed's registry and of its
+    list of features."""
     found = {"features": list(manager().FEATURES_LIST)}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("megatron", "mindspeed", "megatron_adaptor"):
@@ -134,7 +136,8 @@ def changed(before: dict, after: dict) -> list:
         return a is b or same_wrapper(a, b)
 
     def same_wrapper(a, b):
-        """Return whether two functions are wrappers of one kind; MindSpeed makes new ones."""
+        """Return whether both wrap the same function alike; MindSpeed makes new
+        wrappers each time."""
         made = isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)
         if not (made and a.__code__ is b.__code__ and hasattr(a, "__wrapped__")):
             return False
@@ -153,7 +156,7 @@ def is_ours(held) -> bool:
 
 
 def calls_of(function, *args, **kwargs):
-    """Return the result of a call, and how often it called npu-ops' rope."""
+    """Return a call's result, and how often it called npu-ops's rope."""
     import npu_ops
 
     count, ours = [], npu_ops.apply_rotary_pos_emb_freqs
@@ -218,7 +221,7 @@ def plain_and_multimodal_rope_are_ours_and_the_rest_is_mindspeeds():
 
 @check
 def the_scale_of_yarn_is_mindspeeds():
-    """MindSpeed's function takes the scale from the arguments, not from its parameter."""
+    """MindSpeed's function reads the scale from the global arguments, not from its parameter."""
     t, freqs = heads(6, 2, 3, 16), angles(6, 1, 1, 16)
     leaf = value(f"{ROPE}:_apply_rotary_pos_emb_bshd")
     args = sys.modules["mindspeed.args_utils"].get_full_args()
@@ -253,7 +256,8 @@ def arguments_of_later_megatrons_pass():
 
 @check
 def packed_rope_has_its_group():
-    """MindSpeed's dispatcher of one version loses the group, and Megatron's function raises."""
+    """One version of MindSpeed's dispatcher drops the group, and Megatron's
+    function then raises."""
     import torch
 
     lengths = torch.tensor([0, 4, 10], dtype=torch.int32)
@@ -305,7 +309,7 @@ def repatched_with_a_namespace_it_is_there_again():
 
 @check_double
 def attention_is_ours_over_mindspeeds():
-    """In a layer that holds DotProductAttention itself; other calls get MindSpeed's mask."""
+    """Applies to layers built from DotProductAttention; other calls get MindSpeed's mask."""
     import torch
 
     import npu_ops
@@ -343,7 +347,7 @@ def lengths_that_are_no_tensor_reach_mindspeeds_function():
     lengths = types.SimpleNamespace(position_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
     t, freqs = heads(6, 1, 3, 16), angles(3, 1, 1, 16)
     calls.clear()
-    out = dispatch(t, freqs, config(), lengths, cp_group=Group())  # it has no name for a group
+    out = dispatch(t, freqs, config(), lengths, cp_group=Group())  # it has no parameter for a group
     assert "thd" in calls, calls
     leaf = value(f"{ROPE}:_apply_rotary_pos_emb_bshd")
     assert (out[3:] - leaf(t[3:], freqs)).abs().max() < 1e-6
@@ -374,7 +378,7 @@ def gated_delta_net_is_ours_over_mindspeeds():
     for name in ("chunk_gated_delta_rule", "l2norm"):
         held = vars(gated_delta_net)
         assert is_ours(held[name]) and is_ours(held[f"_ms_{name}"]), name
-        assert not is_ours(getattr(gdn_backend, name)), name  # fla's names are filled from it
+        assert not is_ours(getattr(gdn_backend, name)), name  # fla's names are set from it
     layer = gated_delta_net.GatedDeltaNet()
     g, beta = layer._compute_g_and_beta(torch.zeros(2), torch.zeros(2), gate, gate)
     assert (g + torch.nn.functional.softplus(gate)).abs().max() < 1e-6
@@ -455,7 +459,7 @@ def feature_base() -> type:
 
 @check
 def a_list_set_anew_has_it():
-    """MindSpeed-LLM and -MM set lists of their own; a later feature goes before ours."""
+    """MindSpeed-LLM and -MM set their own list; a feature that they append precedes ours."""
 
     class Later(feature_base()):
         def register_patches(self, patch_manager, args):
@@ -485,7 +489,7 @@ def what_others_register_comes_under_it():
     in_force()
     x = heads(2, 8)
     seen.clear()
-    value(f"{BDA}:{name}")((x, None), x[:1], 0.0)  # a shape that we do not support
+    value(f"{BDA}:{name}")((x, None), x[:1], 0.0)  # a shape that npu-ops declines
     assert seen == [(1, 8)], seen
     sys.modules["mindspeed.megatron_adaptor"].repatch({})
     in_force()
@@ -516,14 +520,14 @@ def an_op_that_is_disabled_is_left_to_mindspeed():
         dispatch = f"{ROPE}:apply_rotary_pos_emb"
         assert value(dispatch) is theirs(dispatch)
         names = [f.__name__ for f in layers(f"{ROPE}:_apply_rotary_pos_emb_bshd")]
-        assert len(names) == 2 and names[0] == "npu_ops_rope", names  # mrope's
+        assert len(names) == 2 and names[0] == "npu_ops_rope", names  # the other is mrope's
     sys.modules["mindspeed.megatron_adaptor"].repatch({})
     in_force()
 
 
 @check
 def an_error_of_ours_is_none_of_mindspeeds():
-    """The error is logged, and Megatron has MindSpeed's functions."""
+    """The error is logged, and Megatron keeps MindSpeed's functions."""
     import npu_ops_adapters
     from npu_ops_adapters.mindspeed import features
 

@@ -1,4 +1,4 @@
-"""Run the checks of one megatron-core release in a process of its own."""
+"""Run the checks of one megatron-core release in another process."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def run_checks(version: str, mode: str) -> dict[str, str | None]:
 
 
 def ranks(program: str, store: pathlib.Path, number: int, version: str) -> list[dict]:
-    """Return the output of each rank of a program, with a release of Megatron on the path."""
+    """Return each rank's output of a program, with a Megatron release on the path."""
     return run_ranks(program, store, number, fetch_megatron.tree(version))
 
 
 def run_ranks(program: str, store: pathlib.Path, number: int, *folders) -> list[dict]:
-    """Return the last line that each rank of `PROGRAM STORE RANK RANKS` prints, from JSON."""
+    """Return, parsed, the last line of JSON that each rank of `PROGRAM STORE RANK RANKS` prints."""
     path = environment(HERE, *folders, OMP_NUM_THREADS="1")
     command = [sys.executable, str(HERE / program), str(store)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,4 +1,4 @@
-"""Run the same tests several times, once without npu-ops, and compare how they end."""
+"""Run the same tests several times, once without npu-ops, and compare the outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Record:
-    """A pytest plugin that records each test's outcome, and the calls that reached npu_ops."""
+    """A pytest plugin that records each test's outcome, and the calls of npu_ops."""
 
     def __init__(self, operators):
         self.tests = {}
@@ -52,10 +52,11 @@ def run(
     settings: dict[str, str],
     ranks: int = 1,
 ) -> dict:
-    """Return the report of `script --run NAME REPORT CHECKOUT FILES` in one or more new processes.
+    """Return the report of `script --run NAME REPORT CHECKOUT FILES`, run in one or more processes.
 
-    packages: comes first on the path. `import torch` gives it the adapters unless disabled.
-    ranks: the number of processes at once, as torchrun starts them; a test must pass in each.
+    packages: comes first on the path. `import torch` registers the adapters unless they are
+    disabled.
+    ranks: number of processes at once, as torchrun starts them; a test must pass in each.
     """
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = settings | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -93,7 +94,8 @@ def as_rank(rank: int, ranks: int) -> dict[str, str]:
 
 
 def together(reports: list[dict]) -> dict:
-    """Combine the reports of all ranks; a test ends as on the first rank where it did not pass."""
+    """Combine the ranks' reports: a test's outcome is that of the first rank where
+    it did not pass."""
     first, *others = reports
     for test, (outcome, _) in list(first["tests"].items()):
         ends = [report["tests"].get(test, ("not run", "")) for report in others]
@@ -103,7 +105,7 @@ def together(reports: list[dict]) -> dict:
 
 
 def reason(report) -> str:
-    """Return one line on why a test did not pass; equal for tests with the same reason."""
+    """Return one line on why a test did not pass; tests with the same reason have the same line."""
     if report.passed:
         return ""
     if isinstance(report.longrepr, tuple):
@@ -111,7 +113,7 @@ def reason(report) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if hasattr(report.longrepr, "errorstring"):  # a missing fixture
         return report.longrepr.errorstring.strip().partition("\n")[0]
-    if crash is None:  # no test, but a file that cannot be collected
+    if crash is None:  # a file that cannot be collected
         return report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
     first = crash.message.partition("\n")[0]
     bare = first == "AssertionError"
@@ -122,7 +124,7 @@ def compare(reports: dict[str, dict], files: list[str]) -> int:
     """Print the results of the runs, `without` first; each is a Record's report.
 
     Returns:
-        1 if a test passes only without npu-ops, or if no call reached it.
+        1 if a test passes only without npu-ops, or if no call reached npu-ops.
     """
     tests = dict.fromkeys(test for report in reports.values() for test in report["tests"])
     ends = {
@@ -139,9 +141,9 @@ def compare(reports: dict[str, dict], files: list[str]) -> int:
 
 
 def show(record: Record, meanings) -> int:
-    """Print how the tests of a single run ended.
+    """Print the outcomes of a single run.
 
-    meanings: `meanings(test, why)` explains a test that did not pass; without one, it is a loss.
+    meanings: `meanings(test, why)` explains why a test did not pass; unexplained tests are lost.
 
     Returns:
         1 if a test is lost, or if no call reached npu-ops.

@@ -1,8 +1,8 @@
-"""Serve a tiny Qwen3-VL by SGLang's engine on npu-ops, text and a picture: make demo-serve.
+"""Serve a tiny Qwen3-VL by SGLang's engine with npu-ops, for text and a picture: make demo-serve.
 
 python tests/adapters/serve_sglang.py
 
-The weights are random. It shows which operators computed, and that the tokens are those that
+The weights are random. It shows which operators ran, and that the tokens are those that
 transformers generates with the same weights.
 """
 
@@ -21,7 +21,7 @@ MODEL = "qwen3vl"
 
 
 def main(console: Console) -> bool:
-    """Run the demo; return whether all tokens were the same."""
+    """Run the demo; return whether all tokens are the same."""
     with tempfile.TemporaryDirectory() as folder:
         console.print("making the model, and generating with transformers")
         sglang_process.run("tiny", folder, MODEL, NPU_OPS_DISABLE="all")

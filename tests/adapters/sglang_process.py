@@ -1,4 +1,4 @@
-"""Run a module of sglang_cpu in a process of its own, in SGLang's environment."""
+"""Run a module of sglang_cpu in another process, in SGLang's environment."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def environment(*first, **changes) -> dict[str, str]:
 
 
 def on_npu(folder: pathlib.Path) -> dict:
-    """Return the settings with which `run` uses the emulated NPU: SGLang's platform, our Triton.
+    """Return settings with which `run` uses the emulated NPU: SGLang's platform, our Triton.
 
-    folder: for a link to the triton of triton-ascend, which SGLang's environment hides.
+    folder: gets a link to triton-ascend's triton, which SGLang's environment hides.
     """
     triton = importlib.util.find_spec("triton").submodule_search_locations[0]
     (folder / "triton").symlink_to(triton)
     settings = {
         "SGLANG_PLATFORM": "sglang_npu",
-        "SGLANG_MAMBA_CONV_DTYPE": "float16",  # as SGLang asks for with fp16 models
-        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
+        "SGLANG_MAMBA_CONV_DTYPE": "float16",  # SGLang needs it for fp16 models
+        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator has no vendor formats
     }
     emulated = [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python"]
     return {"first": [folder, fetch_sglang.tree()], "command": emulated} | settings

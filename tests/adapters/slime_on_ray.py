@@ -1,4 +1,5 @@
-"""Two of slime's trainers on two NPUs of Ray, by slime's code for GPUs; prints their devices."""
+"""Start two of slime's trainers on two NPUs of Ray, by slime's code for GPUs; print
+their devices."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The import hook: what it may cost, and that nothing it does can break an import."""
+"""The import hook: its cost, and that no error in it can break an import."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def python(code: str, *folders, **changes) -> subprocess.CompletedProcess:
     )
 
 
-# Tests in a process of their own
+# Tests in other processes
 
 
 @pytest.fixture
 def broken(tmp_path):
-    """Our hook, with every other module of ours broken, and a framework that is watched."""
+    """A folder with our hook, broken versions of all our other modules, and a watched framework."""
     for source in (SOURCE, HOOK):
         (tmp_path / source.name).write_text(source.read_text())
     for name in ("npu_ops", "npu_ops_adapters"):
@@ -80,7 +80,8 @@ def test_an_adapter_that_exits_ends_nothing(broken, there_before):
 
 
 def test_without_its_module_an_entry_point_breaks_torch_and_the_way_out_of_the_readme(tmp_path):
-    """torch imports the module before anything of it runs: no code in it can help."""
+    """torch imports the entry point's module before running any of it, so no code
+    of ours can help."""
     folder = tmp_path / "gone-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1.0\n")
@@ -106,7 +107,7 @@ def test_torch_imports_when_a_watched_module_was_there_before_and_all_else_is_br
 
 
 def test_a_framework_that_imports_torch_itself_is_told_of(broken):
-    """It was found before torch, and so before our finder was there."""
+    """The framework's module was found before torch was imported, so before our finder existed."""
     for name in ("npu_ops", "npu_ops_adapters"):
         (broken / name / "__init__.py").unlink()
         (broken / name).rmdir()
@@ -138,7 +139,7 @@ def test_disabled_altogether_it_does_not_even_watch(broken, disable):
 
 
 def test_it_takes_less_than_5_ms_of_importing_torch():
-    """Of this processor; what other programs do in the meantime does not count."""
+    """In CPU time, so that other programs on the machine do not matter."""
     code = (
         "import torch, time\n"
         "start = time.process_time()\n"
@@ -160,7 +161,7 @@ def test_it_needs_the_standard_library_alone():
 
 @pytest.mark.parametrize("first", ["megatron.core.jit", "npu_ops_adapters"])
 def test_applied_by_hand_without_torchs_help(broken, first):
-    """Before the framework is imported or after; only the hook comes from `broken` here."""
+    """Before or after the framework is imported; here only the hook comes from `broken`."""
     for name in ("npu_ops", "npu_ops_adapters"):
         (broken / name / "__init__.py").unlink()
         (broken / name).rmdir()
@@ -183,7 +184,7 @@ def test_applied_by_hand_without_torchs_help(broken, first):
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """A module that is watched, and the names that the hook told of."""
+    """Write and watch a module; yield the names that the hook reports."""
     (tmp_path / "watched_module.py").write_text("value = object()\ndef function(): return value\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -339,7 +340,7 @@ def test_watching_twice_is_watching_once_and_can_be_undone(watched):
 def test_reloaded_it_still_tells_once(watched, module):
     importlib.reload(module)
     npu_ops_autoload.install()
-    npu_ops_import_hook.WATCHED = {"watched_module"}  # which the reload made anew
+    npu_ops_import_hook.WATCHED = {"watched_module"}  # the reload had set it again
     importlib.import_module("watched_module")
     assert watched == ["watched_module"]
     npu_ops_import_hook.unwatch()
@@ -347,10 +348,10 @@ def test_reloaded_it_still_tells_once(watched, module):
 
 
 def test_what_is_patched_is_watched(monkeypatch):
-    """Which patches there are depends on imports, switches, an NPU and SGLang's version."""
+    """The set of patches depends on imports, switches, an NPU and SGLang's version."""
     with env.override(consistent="tokens"):
         watched = {patch.module for patch in npu_ops_adapters.patches()}
-    # Watched modules import these.
+    # Modules that are watched import these two.
     watched -= {"sglang.srt.layers.activation", "sglang.srt.models.qwen2_moe"}
     watched |= {patch.module for patch in npu_ops_adapters.patches()}
     monkeypatch.setattr(torch, "npu", object(), raising=False)
@@ -364,13 +365,13 @@ def test_what_is_patched_is_watched(monkeypatch):
         with monkeypatch.context() as context:
             context.setitem(sys.modules, name, types.ModuleType(name))
             watched |= {patch.module for patch in npu_ops_adapters.patches()}
-    watched.remove("torch.cuda.nvtx")  # torch's, which is there first
+    watched.remove("torch.cuda.nvtx")  # torch's own, imported already
     assert not [name for name in watched if not npu_ops_import_hook.is_watched(name)]
     assert watched > npu_ops_import_hook.WATCHED
 
 
 def test_every_model_of_transformers_is_watched():
-    """Its name does not matter: npu-ops reads what the model defines after its import."""
+    """The model's name does not matter: npu-ops looks at what the module defines."""
     home = "transformers.models.any_name.modeling_any_name"
     assert npu_ops_import_hook.is_watched(home)
     assert npu_ops_import_hook.model_of_transformers(home) == "any_name"

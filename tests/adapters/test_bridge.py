@@ -1,6 +1,6 @@
-"""Megatron-Bridge's Qwen3-VL, as trainers call it: on a double of it.
+"""Megatron-Bridge's Qwen3-VL as trainers call it, on a stand-in.
 
-tests/trainers/upstream_slime.py and upstream_slime_newest.py train Megatron-Bridge's own.
+tests/trainers/upstream_slime.py and upstream_slime_newest.py train the real one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOME = "megatron.bridge.models.qwen_vl"
 
 
 class SumOverTwo(torch.autograd.Function):
-    """Megatron-LM's: its gradient is the sum over ranks, here two that have the same."""
+    """Megatron-LM's function; its gradient is the sum over two ranks, here with equal ones."""
 
     @staticmethod
     def forward(ctx, x):
@@ -35,7 +35,7 @@ class SumOverTwo(torch.autograd.Function):
 
 @pytest.fixture
 def bridge(monkeypatch):
-    """The module of the model, on an NPU, into which npu-ops has been put."""
+    """Yield the model's module on an NPU, patched by npu-ops."""
     sys.path.insert(0, str(DOUBLES))
     monkeypatch.setattr(hardware, "is_npu", lambda: True)
     monkeypatch.setattr(log, "_said", set())
@@ -51,7 +51,7 @@ def bridge(monkeypatch):
 
 
 def trained(module) -> torch.Tensor:
-    """The gradient that the first of two ranks gets of features that both use."""
+    """Return the gradient on the first of two ranks, for features that both ranks use."""
     features = torch.ones(4, requires_grad=True)
     (part,) = module.Qwen3VLModel().parts([features], 2, 0)
     part.sum().backward()

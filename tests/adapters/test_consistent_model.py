@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT: all logits of a model are the same bits in training and with a cache."""
+"""NPU_OPS_CONSISTENT: a model's logits have the same bits in training and with a cache."""
 
 import subprocess
 import sys
@@ -15,7 +15,8 @@ ON = {
 
 
 def different(device, dtype, mode) -> list[int]:
-    """Logits of a prompt and of decoded tokens that are not training's, and how many there are."""
+    """Return the numbers of prompt logits and decoded logits unlike training's, and
+    of all logits."""
     return numbers(device, mode, "consistent_model.py", dtype)
 
 
@@ -49,7 +50,7 @@ def test_without_the_setting_they_do_not():
     ],
 )  # fmt: skip
 def test_megatrons_packed_sequences_are_transformers_in_every_bit(model, device, release):
-    """On an NPU by torch_npu's norm and activation, which are not transformers'."""
+    """On an NPU Megatron runs torch_npu's norm and activation, unlike transformers."""
     script = "consistent_megatron.py", fetch_megatron.tree(release), model, "bfloat16"
     assert numbers(device, "1", *script) == [0, 100 * 96, 0]
 
@@ -66,6 +67,6 @@ def test_megatrons_are_not_without_the_setting():
 
 
 def test_verls_patches_for_npus_give_experts_the_same_bits():
-    """Without the setting 6321 logits differ."""
+    """Without NPU_OPS_CONSISTENT 6321 logits differ."""
     found = numbers("npu", "1", "consistent_verl.py", "bfloat16", path=fetch_verl.path())
     assert found == [0, 100 * 96, 0]

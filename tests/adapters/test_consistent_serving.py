@@ -1,6 +1,6 @@
-"""With NPU_OPS_CONSISTENT SGLang computes as transformers does: what its adapter puts in place.
+"""With NPU_OPS_CONSISTENT SGLang computes as transformers does, by the adapter's replacements.
 
-A server as a whole: test_sglang.py.
+test_sglang.py tests a whole server.
 """
 
 import json
@@ -40,7 +40,7 @@ def drawn(dtype, tokens=70):
 
 
 def right(x, gate_up, down, index, weights):
-    """A token and an expert at a time, in fp64."""
+    """Compute one token and one expert at a time, in fp64."""
     out = torch.zeros_like(x, dtype=torch.float64)
     for token, (chosen, shares) in enumerate(zip(index.tolist(), weights.double(), strict=True)):
         for expert, share in zip(chosen, shares, strict=True):
@@ -54,7 +54,7 @@ def right(x, gate_up, down, index, weights):
 @BOTH
 def test_experts_are_the_formula_and_a_token_depends_on_itself_alone(dtype):
     given = drawn(dtype)
-    given[3][5, 1] = EXPERTS  # an expert of another rank
+    given[3][5, 1] = EXPERTS  # another rank's expert
     found = experts(*given)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.double(), right(*given), rtol=tolerance, atol=tolerance)
@@ -109,7 +109,7 @@ def test_another_choice_of_vllm_ascends_is_refused():
 
 
 def permuted():
-    """Rows of 70 tokens, three for each, sorted by expert, and the token of each."""
+    """Return rows of 70 tokens, three per token, sorted by expert, and each row's token."""
     index = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(70)])
     chosen = torch.zeros(70, EXPERTS, dtype=torch.bool).scatter(1, index, True)
     tokens = torch.arange(70).expand(EXPERTS, -1).masked_select(chosen.t())
@@ -150,7 +150,7 @@ def test_another_sum_of_megatrons_is_refused(more, says):
 
 
 def test_mindspeeds_experts_are_these():
-    """As its layer of grouped experts computes them, by its product."""
+    """The layer of grouped experts calls MindSpeed's product."""
     x, gate_up, down, index, weights = drawn(torch.bfloat16)
     by_expert, order = index.reshape(-1).sort(stable=True)
     counts = torch.bincount(by_expert, minlength=EXPERTS)
@@ -223,7 +223,7 @@ def test_a_vision_towers_table_is_transformers():
 
 @pytest.mark.parametrize("version", [None, "4.57.6", "5.10.4"])
 def test_a_vision_towers_positions_are_trainings(version):
-    """Without the setting 1234, 236881 and 1308 of these numbers differ in bf16."""
+    """Without NPU_OPS_CONSISTENT 1234, 236881 and 1308 of these numbers differ in bf16."""
     folders = [fetch_frameworks.tree(f"transformers-{version}")] if version else []
     done = subprocess.run(
         [sys.executable, HERE / "consistent_tower.py"], capture_output=True, text=True,
@@ -249,14 +249,14 @@ def test_another_interpolation_is_transformers(changes, says):
 
 
 def places(height, width, merge):
-    """Row and column of each patch, block by block: SGLang's `rot_pos_ids`."""
+    """Return each patch's row and column, block by block, as SGLang's `rot_pos_ids` does."""
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     blocks = (height // merge, merge, width // merge, merge)
     return torch.stack([x.reshape(blocks).transpose(1, 2).flatten() for x in (row, column)], -1)
 
 
 def position_embeddings(tower, grids):
-    """What the tower hands to its blocks."""
+    """Return the position embeddings that the tower passes to its blocks."""
     seen = []
     hook = tower.blocks[0].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True

@@ -1,4 +1,5 @@
-"""npu-ops as the backend of a double of fla: what is ours, what is left to fla, undoing it."""
+"""npu-ops as a backend of a stand-in for fla: calls it takes, calls it leaves to fla, and
+reverting."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def heads(width=16, queries=2, length=5):
 
 @pytest.fixture(params=fla_double.FORMS)
 def form(request, tmp_path, monkeypatch):
-    """The double's form; `fla` can be imported and is not yet, and ends with the test."""
+    """Write the stand-in in one form, not imported yet; return the form. The test's
+    end removes it."""
     fla_double.write(tmp_path, request.param)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(log, "_said", set())
@@ -46,7 +48,7 @@ def form(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def layers(form):
-    """What a layer of fla's sees, after npu-ops was there first."""
+    """Import fla's layers after npu-ops was applied."""
     npu_ops_adapters.apply()
     return importlib.import_module("fla.layers")
 
@@ -56,7 +58,7 @@ def fla_rows(status):
 
 
 def registry(form):
-    """Where it is after the first call."""
+    """Return the registry of the delta rule, as it is after the first call."""
     home = importlib.import_module(fla_double.REGISTRY[form])
     return home.BackendRegistry._registries["gated_delta_rule"]
 
@@ -84,7 +86,7 @@ def test_every_patch_is_applied_verified_and_undone(layers, form):
 
 
 def test_fla_imported_first(form):
-    """Also what layers took by value."""
+    """Names that layers imported by value are replaced too."""
     npu_ops_import_hook.unwatch()
     layers = importlib.import_module("fla.layers")
     assert layers.l2norm(rows(3, 4)) == ("theirs", "l2norm")
@@ -134,7 +136,7 @@ def test_an_overwritten_backend_is_seen(layers, form):
 
 
 def test_a_registry_of_another_form_is_refused(layers, form):
-    """And fla imports and computes."""
+    """fla can still be imported, and computes itself."""
     importlib.import_module("fla.ops.gated_delta_rule.backends")
     npu_ops_adapters.revert()
     table = registry(form)
@@ -250,7 +252,7 @@ def test_the_recurrent_rule(layers):
 
 
 def test_kimi_delta_attention(layers):
-    """By chunks and token by token; A_log as Kimi Linear's layers have it."""
+    """Chunked and token by token, with A_log in the shape of Kimi Linear's layers."""
     q, k, v, g, beta = heads(queries=4)
     g = g[..., None] * torch.rand(16)
     flags = {
@@ -304,7 +306,7 @@ def test_the_convolution(layers):
 
 @pytest.mark.parametrize("shape", [(3, 6), (1, 3, 6), (3, 1, 6)])
 def test_the_convolutions_step(layers, shape):
-    """fla's cache moves by one token, and its last column is the new one."""
+    """fla's cache moves by one token; its last column is the new token."""
     past, x, weight = rows(3, 6, 4), rows(*shape), rows(6, 4).requires_grad_()
     cache = past.clone()
     y, same = layers.causal_conv1d_update(x, cache, weight=weight, activation="silu")

@@ -1,4 +1,5 @@
-"""npu-ops in real releases of fla: fla's own naive functions on the CPU are what it must equal."""
+"""npu-ops in real releases of fla; on the CPU its results must be those of fla's
+naive functions."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What the adapters of Gated Delta Net leave to fla, where it is installed."""
+"""What the adapters of Gated Delta Net leave to fla, if it is installed."""
 
 import types
 
@@ -16,13 +16,13 @@ from npu_ops_adapters.megatron import (
 import npu_ops
 
 
-# One module without packed sequences or context parallelism, and a package that has both.
+# 0.16.1 has one module, without packing and context parallelism; 0.19.2 a package with both.
 @pytest.mark.parametrize(
     "version, cases",
     [("0.16.1", {"plain"}), ("0.19.2", {"plain", "packed", "context", "packed context"})],
 )
 def test_two_ranks_equal_one(tmp_path, version, cases):
-    """Of tensor parallelism, where ranks share heads, and of context parallelism: tokens."""
+    """With tensor parallelism ranks share the heads, with context parallelism the tokens."""
     for report in processes.ranks("gdn_ranks.py", tmp_path / "store", 2, version):
         found = {case: errors for case, errors in report["errors"].items() if errors != "refused"}
         assert found.keys() == cases
@@ -77,7 +77,7 @@ def test_megatrons_delta_rule_is_ours():
 @pytest.mark.parametrize("original", [None, theirs], ids=["without fla", "with fla"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_state_of_half_precision_is_computed_with_in_fp32(original, dtype):
-    """Megatron's inference keeps states in the dtype of the parameters."""
+    """Megatron's inference stores states in the parameters' dtype."""
     rule = chunk_gated_delta_rule.replace(original)
     inputs, state = heads(dtype=dtype), rows(1, 4, 16, 16, dtype=dtype).requires_grad_()
     o, last = rule(*inputs, initial_state=state, output_final_state=True)
@@ -110,7 +110,7 @@ def test_convolutions_that_are_left_to_fla(taps, options):
     assert kwargs == {"activation": "silu", "cu_seqlens": None} | options
 
 
-@pytest.mark.parametrize("taps", [4, 5])  # ours, and as the layer does without causal-conv1d
+@pytest.mark.parametrize("taps", [4, 5])  # npu-ops, and the layer's fallback without causal-conv1d
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_channels_before_time(taps, activation):
     x, weight, bias = rows(2, 6, 9), rows(6, taps), rows(6)
@@ -130,7 +130,7 @@ def test_states_of_the_other_convolution_are_left_to_it():
 
 
 def test_gates_in_float64_are_left_to_megatron():
-    """Which computes them in float32."""
+    """Megatron computes these in float32."""
 
     def original(self, A_log, dt_bias, alpha, beta):
         return "theirs"
@@ -146,7 +146,7 @@ def test_norms_that_are_not_torchs_are_left_to_megatron():
     silu, x, gate = torch.nn.functional.silu, rows(2, 5, 3, 8), rows(2, 5, 3, 8)
 
     class Other(torch.nn.RMSNorm):
-        """May mean something else by its weight."""
+        """A subclass may use its weight differently."""
 
     def layer(out_norm, act_fn=silu):
         return types.SimpleNamespace(out_norm=out_norm, act_fn=act_fn)

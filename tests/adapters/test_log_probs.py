@@ -1,4 +1,4 @@
-"""Trainers' log-probabilities and their gradients are log_softmax's in fp32, as in servers."""
+"""Trainers' log-probabilities and their gradients equal fp32 log_softmax, which servers compute."""
 
 import subprocess
 import sys
@@ -82,7 +82,7 @@ NPU = [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python"]
 
 @pytest.mark.parametrize("mode", ["", "1"], ids=["default", "consistent"])
 def test_verls_on_an_npu(mode):
-    """verl's own rounds them to bf16, for torch_npu's cross entropy does."""
+    """verl's own function rounds them to bf16, because torch_npu's cross entropy does."""
     on_npu = [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python"]
     assert output(on_npu, "verl", fetch_verl.path(), mode) == {
         "bf16": "right", "verl's own": "rounded", "fp32": "right",

@@ -1,4 +1,4 @@
-"""The adapters in every supported release of megatron-core: see megatron_checks.py."""
+"""The adapters in every supported release of megatron-core; see megatron_checks."""
 
 import sys
 import types
@@ -14,7 +14,7 @@ USED = "0.16.1"  # by images with Qwen3.5
 
 
 def marks(version, mode):
-    """The oldest and the newest release stand for those between them, if no image has those."""
+    """Mark a release's tests. Releases in between are slow, unless an image uses them."""
     often = version in ENDS or (mode == "early" and version == USED)
     slow = [] if often else [pytest.mark.slow]
     return [pytest.mark.xdist_group(f"megatron-{version}-{mode}"), *slow]
@@ -47,11 +47,12 @@ def test_classes_that_a_later_bridge_has_not_are_not_asked_for(monkeypatch):
 
 
 def test_a_rope_that_an_earlier_bridge_has_not_is_not_asked_for(monkeypatch):
-    """0.3 has its tables' classes there, and its layers call Megatron's rope."""
+    """In 0.3 the module has only the tables' classes, and layers call Megatron's rope."""
     name = f"{qwen3_vl._MODELLING}.rope"
     earlier = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, earlier)
     target = f"{name}:apply_rotary_pos_emb_absolute"
-    assert target in [patch.target for patch in qwen3_vl.patches()]  # one that was renamed
+    # else a renamed function would go unnoticed
+    assert target in [patch.target for patch in qwen3_vl.patches()]
     earlier.Qwen3VLMoETextRotaryEmbedding = type("Qwen3VLMoETextRotaryEmbedding", (), {})
     assert target not in [patch.target for patch in qwen3_vl.patches()]

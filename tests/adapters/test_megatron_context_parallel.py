@@ -1,4 +1,4 @@
-"""Megatron's core attention where ranks share each sequence: see cp_ranks.py."""
+"""Megatron's core attention on ranks that share each sequence; see cp_ranks.py."""
 
 import sys
 import types
@@ -9,7 +9,7 @@ import pytest
 import torch
 from npu_ops_adapters import context_parallel
 
-CALLS = {"causal": 2, "causal mask": 2}  # of a rank's two chunks; the others are one call
+CALLS = {"causal": 2, "causal mask": 2}  # one per chunk of the rank; all others need one call
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_they_equal_one_in_outputs_and_gradients(tmp_path, ranks, version):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_keys_of_packed_chunks(ranks, causal):
-    """Gathered, each rank's part behind the other's, the rows are the tokens that a chunk sees."""
+    """From the gathered ranks' parts, the selected rows are the tokens that a chunk may see."""
     starts = torch.tensor([0, 6 * ranks, 8 * ranks, 8 * ranks, 18 * ranks])
     gathered = torch.cat([cp_ranks.dealt(starts.tolist(), r, ranks) for r in range(ranks)])
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Gated Delta Net of Megatron's main branch, of which there is no package: modules of its shape."""
+"""Gated Delta Net of Megatron's main branch, which has no package: modules of the same form."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Inline:
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Puts classes into modules of those names; what was patched is restored."""
+    """Return a function that puts classes into modules of these names, undone after the test."""
 
     def install(common: list[type], gdn: list[type]):
         homes = {f"{HOME}.common": common, f"{HOME}.gdn": gdn, HOME: []}
@@ -106,7 +106,7 @@ def test_nothing_is_said_before_all_modules_are_imported(installed, monkeypatch)
 
 
 def test_decoding_works_without_fla(installed):
-    """Token by token as in one go, by the arguments that Megatron's layer gives."""
+    """One token at a time equals all at once, with the arguments that Megatron's layer passes."""
     gdn = installed([Base], [GatedDeltaNet])
     parts = causal_conv1d_update, fused_recurrent_gated_delta_rule
     rows = patching.apply(patch for part in parts for patch in part.patches())

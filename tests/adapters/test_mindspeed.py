@@ -1,4 +1,4 @@
-"""The layer over MindSpeed, on a double of it and a real megatron-core: see mindspeed_checks.py.
+"""The layer over MindSpeed, on a stand-in with a real megatron-core; see mindspeed_checks.py.
 
 `upstream_mindspeed.py` runs the same checks on MindSpeed's own sources.
 """
@@ -18,7 +18,7 @@ from processes import environment
 
 HERE = pathlib.Path(__file__).parent
 BRANCHES = {"core_r0.12": "0.12.3", "core_r0.16": "0.16.1", "core_r0.18": "0.18.2"}
-# Which of the three is imported first is told apart by what is the same for all branches.
+# The order of imports only concerns code that all branches share, so one branch is enough.
 SELDOM = {(b, o) for b in ("core_r0.12", "core_r0.16") for o in ("late", "megatron first")}
 RUNS = [
     pytest.param(
@@ -35,7 +35,7 @@ RUNS = [
 
 @functools.cache
 def run(branch: str, order: str) -> dict[str, str | None]:
-    """What went wrong in each check, or None."""
+    """Return the error of each check, None if it passed."""
     folders = (HERE, HERE / "doubles", fetch_megatron.tree(BRANCHES[branch]))
     early = "0" if order == "late" else "1"
     done = subprocess.run(
@@ -72,7 +72,7 @@ def test_checkpoints_of_experts_say_how_experts_are_parallel(monkeypatch):
 
 
 def test_mindspeeds_engine_is_not_passed_fields_it_does_not_have():
-    """Which a later Megatron's PackedSeqParams has; one that says something is an error still."""
+    """A later Megatron's PackedSeqParams has more fields. One with a value is still an error."""
 
     def forward(self, query, cu_seqlens_q=None):
         return query, cu_seqlens_q

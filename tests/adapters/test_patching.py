@@ -1,4 +1,4 @@
-"""The engine that applies patches, on modules made for the purpose."""
+"""The patching engine, on modules made for these tests."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def state(rows, target=TARGET):
 
 @pytest.fixture(autouse=True)
 def nothing_is_applied():
-    """What another file's test of this process left behind is no row of ours."""
+    """Revert patches that another test file left behind in this process."""
     patching.revert()
 
 
 @pytest.fixture
 def host(monkeypatch):
-    """A framework: `host.maths` defines, `host.model` imports by value."""
+    """A framework: `host.maths` has the functions, and `host.model` imports them by value."""
     maths, model = types.ModuleType("host.maths"), types.ModuleType("host.model")
     maths.double = types.FunctionType(double.__code__, {}, "double", (2,))
     maths.double.__module__ = "host.maths"
@@ -103,7 +103,7 @@ def test_plan_apply_verify_revert(host):
     assert state(patching.plan([patch()])) == "applied"
     assert host.maths.double(4) == ("ours", 8)
     assert host.maths.double.__name__ == "npu_ops_double"
-    assert host.model.twice is host.maths.double  # imported by value, under another name
+    assert host.model.twice is host.maths.double  # it was imported by value, under another name
     assert state(patching.verify()) == "applied"
     assert state(patching.revert()) == "reverted"
     assert host.maths.double is host.model.twice is host.double
@@ -162,7 +162,7 @@ def test_an_empty_slot_is_filled_where_that_is_expected(host):
     assert state(patching.plan([patch("host.maths:slot")]), "host.maths:slot") == (
         "refused: expected (x, scale) (host 1 to 3), got None of builtins.NoneType"
     )
-    host.model.slot = None  # not what `host.maths` defined: left alone
+    host.model.slot = None  # a slot of its own, not the one in `host.maths`
     assert state(patching.apply([fill]), "host.maths:slot") == "applied"
     assert host.maths.slot is double and host.model.slot is None
     patching.revert()
@@ -186,7 +186,7 @@ def test_an_attribute_that_is_not_there_can_be_filled_and_goes_again(host):
 
 
 def test_importers_of_an_empty_slot_are_named(host):
-    """Nothing tells one None from another."""
+    """One None cannot be told from another, so modules with the slot are listed."""
     host.model.slot = host.model.other = None
     fill = patch(
         "host.maths:slot", lambda original: double, signatures=(None,),
@@ -201,7 +201,7 @@ def test_importers_of_an_empty_slot_are_named(host):
 
 
 def test_a_borrowed_object_is_replaced_by_name_alone(host):
-    """As `jit_fuser`, which is torch.compile: other names of that are not ours to change."""
+    """`jit_fuser` is torch.compile itself, whose other names must not change."""
     import torch
 
     host.maths.fuser = host.model.fuser = host.model.compile = torch.compile
@@ -285,7 +285,7 @@ def test_verify_says_who_overwrote_and_who_was_too_early(host, monkeypatch):
     host.maths.double = double
     assert state(patching.verify()) == "overwritten by test_patching.double"
     assert state(patching.revert()) == "overwritten by test_patching.double"
-    assert host.maths.double is double  # someone's decision, and not ours to undo
+    assert host.maths.double is double  # set by someone else, so not ours to undo
     assert host.model.twice is host.double
 
 
@@ -299,7 +299,7 @@ def test_who_imported_ours_gets_the_original_back(host, monkeypatch):
 
 
 def test_a_replacement_that_had_another_name_before_keeps_it(host):
-    """Unwrapping puts a function where its wrapper was; it may have been elsewhere on its own."""
+    """Unwrapping puts the function itself in place; elsewhere it may be held on its own."""
     host.model.plain = double
     patching.apply([patch(make=lambda original: double)])
     assert host.maths.double is double
@@ -325,7 +325,7 @@ def test_a_note_is_shown(host):
     ]
 
 
-# States and sentences that the user sees
+# States and messages for the user
 
 
 def test_a_state_is_one_of_a_kind_with_a_detail(host):
@@ -364,7 +364,8 @@ def test_a_plan_prints_as_a_table(monkeypatch):
 
 
 def left_to_the_host(host):
-    """A patch, and what the host's own registry has put in place for it."""
+    """Return a patch left to the host, and the replacement that the host's registry
+    put in place."""
     mine, replacement = patch(by="the host", rebind=False), made(host.double)
     assert state(patching.apply([mine])) == "left to the host"
     assert host.maths.double is host.double
@@ -410,11 +411,11 @@ def test_what_is_handed_over_is_put_back_and_left(host):
 def test_what_the_manager_places_is_verified_and_reverted_as_ours(host):
     handed_over(host, patch())
     theirs = types.FunctionType(double.__code__, {}, "theirs", (2,))
-    host.maths.double = patching.place(patch(), theirs)  # the manager's part
+    host.maths.double = patching.place(patch(), theirs)  # as the manager does
     assert host.maths.double(4) == ("ours", 8)
     assert state(patching.verify()) == state(patching.plan([patch()])) == "applied"
-    assert patching.place(patch(), host.maths.double) is host.maths.double  # ours already
-    host.maths.double = patching.place(patch(), theirs)  # placed anew
+    assert patching.place(patch(), host.maths.double) is host.maths.double  # already ours
+    host.maths.double = patching.place(patch(), theirs)  # placed again
     assert len(patching.verify()) == 1
     assert state(patching.revert()) == "reverted"
     assert host.maths.double is theirs
@@ -425,7 +426,7 @@ def test_taken_back_nothing_of_ours_stays_where_the_manager_had_put_it(host):
     host.model.twice = host.maths.double = patching.place(patch(), host.double)
     patching.take_back()
     assert host.maths.double is host.model.twice is host.double
-    assert patching.place(patch(), host.double) is host.double  # not handed over any more
+    assert patching.place(patch(), host.double) is host.double  # no longer handed over
 
 
 def test_what_cannot_be_adopted_stays_as_it_is(host, caplog):
@@ -488,8 +489,11 @@ def test_what_another_framework_has_put_there_stays_in_its_own_module(host, monk
 
 
 def test_what_another_framework_has_put_there_is_known_elsewhere_by_name_alone(host, monkeypatch):
-    """MindSpeed puts one function in the place of torch.compile and of torch.jit.script, and what
-    Megatron then takes for its decorator is that one too.
+    """Another framework's replacement counts elsewhere only under the target's name.
+
+    MindSpeed replaces both torch.compile and torch.jit.script by one function, which Megatron then
+    uses
+    as its decorator, too.
     """
     third, user = types.ModuleType("third.compiler"), types.ModuleType("user.layers")
     theirs = types.FunctionType(double.__code__, {}, "nothing", (2,))

@@ -1,4 +1,4 @@
-"""The adapters for Relax, on a double. tests/trainers/upstream_relax.py runs the real Relax."""
+"""The adapters for Relax, on a stand-in. tests/trainers/upstream_relax.py runs the real Relax."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Group:
 
 @pytest.fixture
 def npu(monkeypatch):
-    """A process with Relax, MindSpeed and an NPU, into which npu-ops has been put."""
+    """A process with Relax, MindSpeed and an NPU, patched by npu-ops."""
     sys.path.insert(0, str(HERE / "doubles"))
-    for name in ("allgather", "reduce_scatter_single"):  # torch 2.13's
+    for name in ("allgather", "reduce_scatter_single"):  # names in torch 2.13
         method = getattr(torch.distributed.ProcessGroup, name, None) or (lambda self: None)
         monkeypatch.setattr(torch.distributed.ProcessGroup, name, method, raising=False)
     monkeypatch.setattr(hardware, "is_npu", lambda: True)
@@ -47,7 +47,7 @@ def states() -> dict[str, str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of a command line to which Relax has added its options, and MindSpeed adds its."""
+    """Return a parser with an option of Relax's, which MindSpeed also adds."""
     options = argparse.ArgumentParser()
     options.add_argument("--profile-with-stack", action="store_true")
     return options
@@ -139,7 +139,7 @@ def test_mindspeed_in_another_process_is_left_alone(npu):
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Of which each of two ranks has half of the heads."""
+    """A layer of which each of two ranks has half of the heads."""
 
     __module__ = "megatron.core.ssm.gated_delta_net"
     tp_size = 2
@@ -151,7 +151,7 @@ class GatedDeltaNet(torch.nn.Module):
 
 
 class Whole(GatedDeltaNet):
-    """slime's, for instance, which each rank computes whole."""
+    """A layer that each rank computes whole, e.g. slime's."""
 
 
 def finalize(model, config, tp_group=None):
@@ -160,7 +160,7 @@ def finalize(model, config, tp_group=None):
 
 @pytest.fixture
 def megatron(npu, monkeypatch):
-    """Megatron-LM's function, on two ranks whose gradients are alike."""
+    """Megatron-LM's function on two ranks with equal gradients."""
     home = types.ModuleType(GRADIENTS)
     home._allreduce_non_tensor_model_parallel_grads = finalize
     monkeypatch.setitem(sys.modules, GRADIENTS, home)
@@ -173,7 +173,7 @@ def megatron(npu, monkeypatch):
 
 
 def gradients(home, sequence_parallel: bool) -> list[float]:
-    """Of the norms of two layers of Megatron-LM, and of one that is computed whole."""
+    """Return the norms' gradients: of two Megatron-LM layers, and of one that is computed whole."""
     model = torch.nn.Sequential(GatedDeltaNet(1.0), GatedDeltaNet(2.0), Whole(4.0))
     config = types.SimpleNamespace(sequence_parallel=sequence_parallel)
     assert home._allreduce_non_tensor_model_parallel_grads([model], config) == "Megatron-LM's"

@@ -1,4 +1,4 @@
-"""The patches of SGLang in the sources of its releases: that each finds what it knows."""
+"""SGLang's patches in the sources of its releases: each target exists in the form it expects."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from sglang_cpu import checks
 
 
 class Release:
-    """The Python files of a wheel."""
+    """The Python files in a wheel."""
 
     def __init__(self, version: str):
         self._files = zipfile.ZipFile(fetch_sglang.wheel(version))
 
     @functools.cache  # noqa: B019
     def names(self, module: str) -> dict[str, ast.AST]:
-        """What a module defines, imports or assigns, by name; the last that says so."""
+        """Return what a module defines, imports or assigns, by name; the last definition counts."""
         path = module.replace(".", "/")
         known = set(self._files.namelist())
         (file,) = {f"{path}.py", f"{path}/__init__.py"} & known or {None}
@@ -52,7 +52,7 @@ class Release:
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = node.value
             elif isinstance(node, ast.If):
-                # A name under a condition is for another machine, so the other definition wins.
+                # A conditional name is for another machine, so an unconditional one counts.
                 inside = self._of(node) | (
                     self._of(ast.Module(node.orelse, [])) if node.orelse else {}
                 )
@@ -60,7 +60,7 @@ class Release:
         return names
 
     def find(self, module: str, attribute: str) -> ast.AST | None:
-        """The definition, through imports and other names; None: it is of another package."""
+        """Return the definition, through imports and aliases; None if another package has it."""
         owner, _, method = attribute.partition(".")
         found = self.names(module).get(owner)
         assert found is not None, f"{module} has no {owner}"
@@ -84,7 +84,7 @@ def test_each_patch_knows_the_signature_it_finds(version, monkeypatch):
     release, found = Release(version), 0
     for patch in sglang.patches():
         definition = release.find(patch.module, patch.attribute)
-        if definition is None:  # sgl-kernel-npu's
+        if definition is None:  # in sgl-kernel-npu
             continue
         if patch.attribute == "QKV_BACKEND_IMPL.ascend_attn":
             assert "ascend_attn" in [key.value for key in definition.keys], patch.target
@@ -105,7 +105,7 @@ def test_a_version_without_plugins_by_the_import_hook(tmp_path):
 
 
 def test_the_delta_rule_of_0_5_9_has_keys_first_in_its_states(monkeypatch):
-    """A prefill, then a decoding step, by the two functions that the dispatcher was made of."""
+    """Prefill, then decode, by the two functions from which SGLang builds its dispatcher."""
     monkeypatch.setattr(functions, "version", lambda: Version("0.5.9"))
     inputs, starts = checks.prefill((70, 9))
     pool, slots = checks.pool(), torch.tensor([3, -1])
@@ -118,8 +118,7 @@ def test_the_delta_rule_of_0_5_9_has_keys_first_in_its_states(monkeypatch):
     checks.close(o[:, :70], right, 2e-4)
     checks.close(keys_first[3].mT, after[0], 2e-4)
     assert last is None and keys_first[[0, 1, 2, 4, 5]].mT.equal(pool[[0, 1, 2, 4, 5]])
-    # On NPUs the kernel gets only the states of its sequences, and the backend writes the final
-    # ones.
+    # On NPUs the kernel gets only its sequences' states, and the backend writes the final ones.
     given = pool[[3, 0]].mT.contiguous()
     _, last, _ = chunk_gated_delta_rule.ours(
         *inputs, initial_state=given, cu_seqlens=starts, use_qk_l2norm_in_kernel=True
@@ -175,7 +174,7 @@ STATE = "p_h0 = (h0 + idx * HV * K * V + i_hv * K * V\n    + {}[:, None] * {} + 
 )
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.20"])
 def test_the_order_of_a_state_is_that_of_the_kernels(version, source, first, monkeypatch, tmp_path):
-    """Of sgl-kernel-npu's decoding step, which another file may then call."""
+    """The order comes from sgl-kernel-npu's decoding step, whichever file calls it."""
     folder = tmp_path / "sgl_kernel_npu" / "fla"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
@@ -224,14 +223,14 @@ def test_a_call_in_either_order_reaches_the_kernel_by_name(known, given):
     ours = split_qkv_rmsnorm_rope.replace(space["kernel"])
     assert ours(*(arguments[name] for name in given)) == arguments
     by_name = {name: arguments[name] for name in given[6:]}
-    if given is split_qkv_rmsnorm_rope.SIZES_FIRST:  # as SGLang calls it
+    if given is split_qkv_rmsnorm_rope.SIZES_FIRST:  # SGLang's order
         assert ours(*(arguments[name] for name in given[:6]), **by_name) == arguments
 
 
 @pytest.mark.parametrize("rotated", [96, 48, 24])
 @pytest.mark.parametrize("pairs", [True, False])
 def test_what_the_kernel_cannot_is_computed(pairs, rotated):
-    """96 elements a head, of which the first are rotated; against the definition, in fp64."""
+    """96 elements per head, the first of them rotated; compared with the definition in fp64."""
     arguments, half = call(96, rotated), rotated // 2
     ours = split_qkv_rmsnorm_rope.replace(lambda **_: pytest.fail("not for the kernel"))
     q, k, v = ours(**arguments, is_neox_style=pairs)
@@ -253,7 +252,7 @@ def test_what_the_kernel_cannot_is_computed(pairs, rotated):
 
 
 def gated(width, rotated, gate=True):
-    """A call in SGLang's names, and q, k, v and the gate in fp64, q and k not yet rotated."""
+    """Return a call with SGLang's names, and q, k, v and the gate in fp64, before rotation."""
     rows = torch.randn(5, (4 * (1 + gate) + 2) * width, generator=torch.Generator().manual_seed(0))
     weights = {"q_weight": torch.rand(width), "k_weight": torch.rand(width)}
     fused, k, v = rows.double().split([4 * (1 + gate) * width, width, width], dim=1)
@@ -269,7 +268,7 @@ def gated(width, rotated, gate=True):
 
 
 def turned(x, cos, sin):
-    """The first elements of heads `[T, N, D]`, by cos and sin `[T, R / 2]`."""
+    """Rotate the first elements of heads `[T, N, D]` by cos and sin `[T, R / 2]`."""
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -291,7 +290,7 @@ def test_a_gated_step_that_the_kernel_cannot_is_computed(width, rotated):
 @pytest.mark.parametrize("gate", [True, False])
 def test_three_axes_that_the_kernel_cannot_are_computed(gate):
     rows, weights, heads, v, g = gated(96, 24, gate)
-    if gate:  # its weights are whole
+    if gate:  # this function gets 1 + weight
         weights = {name: 1 + weight for name, weight in weights.items()}
     angles = torch.randn(3, 5, 12)
     ours = split_gated_qkv.replace_prefill(lambda **_: pytest.fail("not for the kernel"))
@@ -300,7 +299,7 @@ def test_three_axes_that_the_kernel_cannot_are_computed(gate):
         num_kv_heads=1, head_size=96, eps=1e-6, mrope_section=[6, 3, 3], is_interleaved=True,
         rope_dim=24, has_gate=gate,
     )  # fmt: skip
-    axis = torch.tensor([0, 1, 2] * 3 + [0] * 3)  # the first three of each, then time
+    axis = torch.tensor([0, 1, 2] * 3 + [0] * 3)  # T, H, W for the first nine, then T
     own = angles[axis, :, torch.arange(12)].T
     right = [turned(x, own.cos(), own.sin()) for x in heads] + [v]
     for x, y in zip(out, right, strict=False):
@@ -312,7 +311,7 @@ def test_three_axes_that_the_kernel_cannot_are_computed(gate):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("section", [(2, 3, 3), (6, 3, 3), (3, 1, 1), (12, 10, 10), (4, 8, 0)])
 def test_sections_that_do_not_fill_the_table_are_fitted(section, interleaved):
-    """Against the masks of sgl-kernel-npu's own test, of whole heads, half and quarter heads."""
+    """Compare with the masks in sgl-kernel-npu's own test, for whole, half and quarter heads."""
     for rotated in (96, 48, 24):
         rows, weights, heads, v, _ = gated(96, rotated, gate=False)
         half = rotated // 2
@@ -343,7 +342,7 @@ def test_what_the_gated_kernels_can_is_theirs():
 
 
 def test_a_call_without_norms_does_not_reach_a_kernel_that_needs_them():
-    """Llama's, on an sgl-kernel-npu of 2025."""
+    """Llama has no norms; the sgl-kernel-npu of 2025 needs them."""
 
     def kernel(input, sin, cos, q_weight, k_weight, q_hidden_size, kv_hidden_size, head_dim, eps):
         pytest.fail("it has no norms")

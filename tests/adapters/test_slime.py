@@ -1,4 +1,4 @@
-"""slime on NPUs, on a double of it: tests/trainers/upstream_slime_newest.py runs slime itself."""
+"""slime on NPUs, on a stand-in. tests/trainers/upstream_slime_newest.py runs the real slime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Group:
 
 @pytest.fixture
 def npu(monkeypatch):
-    """A process with slime, MindSpeed and two NPUs, into which npu-ops has been put."""
+    """A process with slime, MindSpeed and two NPUs, patched by npu-ops."""
     sys.path.insert(0, str(HERE / "doubles"))
     module = types.SimpleNamespace(device_count=lambda: 2, is_available=lambda: True)
     monkeypatch.setattr(torch, "npu", module, raising=False)
@@ -93,7 +93,7 @@ def test_a_registry_that_looks_otherwise_is_left_alone(npu, monkeypatch):
 
 def test_mindspeed_comes_before_megatron_and_learns_the_arguments(npu):
     importlib.import_module("slime.utils.accelerator")
-    assert npu.__name__ not in sys.modules  # a process of SGLang's needs none
+    assert npu.__name__ not in sys.modules  # SGLang's processes need no MindSpeed
     assert importlib.import_module("slime.backends.megatron_utils").mindspeed_was_first
     actor = importlib.import_module("slime.backends.megatron_utils.actor")
     actor.init(types.SimpleNamespace(hidden_size=64))
@@ -103,7 +103,7 @@ def test_mindspeed_comes_before_megatron_and_learns_the_arguments(npu):
 
 @pytest.mark.parametrize("first", ["", "import torch; "])
 def test_mindspeed_comes_first_in_a_process_of_ray(first, tmp_path):
-    """Which imports slime's trainer before torch, and so before npu-ops."""
+    """Ray imports slime's trainer before torch, so before npu-ops."""
     (tmp_path / "mindspeed").mkdir()
     for name in ("__init__", "megatron_adaptor"):
         (tmp_path / "mindspeed" / f"{name}.py").touch()
@@ -284,7 +284,7 @@ def test_gpus_are_npus_where_the_cluster_has_no_gpus(cluster, asked, got, monkey
 
 
 def test_ray_places_slimes_actors_on_npus(tmp_path):
-    """Ray itself, which has been told that it has two NPUs; without npu-ops they find no place."""
+    """Ray is told that it has two NPUs; without npu-ops it cannot place slime's actors."""
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").touch()
     done = subprocess.run(

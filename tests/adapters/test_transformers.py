@@ -1,4 +1,4 @@
-"""transformers' models with npu-ops in them: the same logits and gradients, by our operators."""
+"""transformers' models with npu-ops: the same logits and gradients, by our operators."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def rows(*shape, dtype=torch.float32, seed=0):
 
 
 def states(status):
-    """Of the patches of transformers and of MODELS; other tests import models whose functions are
-    not all replaced."""
+    """Return the states of the patches of transformers and of MODELS.
+
+    Other tests import models whose functions are not all replaced.
+    """
     homes = [models.home(name) for name in transformers_models.MODELS]
     homes += ["transformers.integrations", "transformers.modeling_utils", "transformers.masking"]
     return {row.target: row.sentence for row in status if row.target.startswith(tuple(homes))}
@@ -51,28 +53,30 @@ VISION = (*models.QWEN2_VL, *models.QWEN3_VL, *QWEN3_5)
 
 
 def norms(name: str) -> int:
-    """Calls of RMSNorm: before and after each layer, behind the last, and of q and k."""
+    """Return the number of RMSNorm calls: around each layer's parts, after the last layer, of q
+    and k."""
     if name in DELTA_NET:
         return 5 + 2
     if not name.startswith("qwen2"):
         return 5 + 4
-    return 5 + (5 if name == "qwen2_5_vl" else 0)  # images have it, too
+    return 5 + (5 if name == "qwen2_5_vl" else 0)  # its vision tower has them too
 
 
 def swiglus(name: str) -> int:
-    """In each layer, of its experts and of the shared one; Qwen2.5-VL's images have it, too."""
+    """Return the number of SwiGLU calls: in layers, shared experts and Qwen2.5-VL's tower."""
     shared = name in ("qwen3_next", "qwen3_5_moe")
     return 2 + 2 * (shared or name == "qwen2_5_vl")
 
 
 def expected_calls(name: str, attention: bool) -> dict:
-    """Calls in one step: two layers of text and, where it has one, two of the vision tower."""
+    """Return the calls in one step: two text layers and, if there is one, two of
+    the vision tower."""
     linear, vision = name in DELTA_NET, 2 * (name in VISION)
     calls = {"rope": vision + (1 if linear else 2), "rms_norm": norms(name)}
     calls["swiglu"] = swiglus(name)
     if linear:
         names = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
-        calls |= dict.fromkeys(names, 1)  # the delta rule normalises queries and keys itself
+        calls |= dict.fromkeys(names, 1)  # the rule normalises q and k in its kernels
     if attention:
         calls["attention"] = vision + (1 if linear else 2)
     return calls
@@ -92,8 +96,11 @@ OLDER = {
 
 
 def expected_calls_of(version: str, name: str, attention: bool) -> dict:
-    """Up to 5.10 tables of three axes come to each layer of Qwen2-VL; in 4.57 images one by one,
-    and experts, but those of Qwen3-VL, which have formulas of their own."""
+    """Return the calls in an older version of transformers.
+
+    Up to 5.10 each layer of Qwen2-VL gets tables of three axes. 4.57 calls attention per image and
+    SwiGLU per expert, except Qwen3-VL's experts, which have formulas of their own.
+    """
     expected = expected_calls(name, attention)
     experts = {"qwen3_moe": 8, "qwen3_next": 10, "qwen3_vl_moe": 0}
     if version == "4.57.6" and name in experts:
@@ -102,14 +109,14 @@ def expected_calls_of(version: str, name: str, attention: bool) -> dict:
     if name in models.QWEN2_VL:
         expected |= {"mrope": 2, "rope": 2}
     if attention and name in VISION and version == "4.57.6":
-        images, windows = 4, 6  # one of Qwen2.5-VL's layers goes by windows
+        images, windows = 4, 6  # one of Qwen2.5-VL's layers attends within windows
         expected["attention"] = 2 + images + (windows if name == "qwen2_5_vl" else images)
     return expected
 
 
 @pytest.mark.parametrize("version", OLDER)
 def test_older_versions(version):
-    """In a process of their own."""
+    """Runs in another process."""
     done = subprocess.run(
         [sys.executable, HERE / "transformers_models.py", *OLDER[version]],
         env=environment(HERE, fetch_frameworks.tree(f"transformers-{version}")),
@@ -126,7 +133,7 @@ def test_older_versions(version):
 
 @pytest.mark.parametrize("version", OLDER)
 def test_nothing_of_an_older_version_is_refused(version):
-    """All of its models are imported by the doctor."""
+    """doctor imports all of its models."""
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_tools", "doctor", "--json"],
         env=environment(HERE, fetch_frameworks.tree(f"transformers-{version}")),
@@ -141,7 +148,7 @@ def test_nothing_of_an_older_version_is_refused(version):
 
 
 def test_packed_sequences_need_no_fla(applied):
-    """transformers refuses them without it; a convolution does not look across either."""
+    """Without fla transformers refuses them. The convolution does not cross sequences either."""
     model, call = transformers_models.compare_packed("qwen3_next")
     npu_ops_adapters.revert()
     model.set_attn_implementation("sdpa")
@@ -153,7 +160,7 @@ def test_packed_sequences_need_no_fla(applied):
 
 
 def attend(implementation, mask=None, module=None, shape=(2, 4, 7, 16), keys=7, **options):
-    """Output and gradients of an attention function of transformers."""
+    """Return output and gradients of one of transformers' attention functions."""
     batch, heads, length, dim = shape
     q = rows(*shape).requires_grad_()
     k, v = (rows(batch, 2, keys, dim, seed=n).requires_grad_() for n in (1, 2))
@@ -196,10 +203,10 @@ def test_attention_is_sdpas(applied, mask, causal):
 
 @pytest.mark.parametrize("length, keys", [(1, 7), (1, 1), (7, 12)])
 def test_attention_with_a_cache_is_sdpas(applied, length, keys):
-    """More keys than queries, and no mask: one query sees them all, more see the first."""
+    """There are more keys than queries and no mask: a single query sees all keys."""
     arguments = {"shape": (2, 4, length, 16), "keys": keys}
     actual, expected = attend(ours, **arguments), attend(sdpa_attention_forward, **arguments)
-    ratio = 1e-5 if keys > 1 else torch.inf  # of one key SDPA's gradient is rounding alone
+    ratio = 1e-5 if keys > 1 else torch.inf  # with one key SDPA's gradient is only rounding errors
     for a, e in zip(actual, expected, strict=True):
         assert_close("attention", a, e, Tolerance(ratio, 1e-5))
 
@@ -260,7 +267,8 @@ def test_a_mask_and_lengths_together_let_through_what_both_do(applied):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_added_mask_and_lengths_together(applied, dtype):
-    """A float mask that tells sequences apart is as in SDPA; the lengths tell them apart too."""
+    """A float mask that separates sequences gives SDPA's result; so does one that
+    lengths separate."""
     starts, shape = torch.tensor([0, 3, 7]), (1, 4, 7, 16)
     apart = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()
     added = rows(1, 4, 7, 7, seed=8).to(dtype)
@@ -274,7 +282,7 @@ def test_an_added_mask_and_lengths_together(applied, dtype):
 
 
 def packed_mask(*lengths):
-    """The mask that transformers makes from positions that restart."""
+    """Return the mask that transformers makes from positions that restart."""
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     config = types.SimpleNamespace(_attn_implementation="npu_ops")
     embeddings = torch.zeros(1, sum(lengths), 1)
@@ -292,9 +300,10 @@ def test_packed_text_is_known_by_its_mask(applied, monkeypatch):
         actual = attend(ours, mask, shape=shape, **given)
         for a, e in zip(actual, expected, strict=True):
             assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
-    attend(ours, mask, shape=shape, cu_seq_lens_q=apart)  # other sequences: what both let through
+    # other sequences than the mask's: both must allow a key
+    attend(ours, mask, shape=shape, cu_seq_lens_q=apart)
     attend(ours, mask.clone(), shape=shape)
-    mask[0, 0, 6, 0] = True  # it says more now
+    mask[0, 0, 6, 0] = True  # the mask allows more now
     attend(ours, mask, shape=shape)
     assert [call.get("layout") for call in calls] == ["TND", "TND", None, None, None]
     assert calls[0]["cu_seqlens_q"].tolist() == [0, 2, 3, 7]
@@ -315,7 +324,7 @@ def test_packed_text_in_inference_mode(applied):
     "mask",
     [
         torch.ones(1, 1, 5, 5, dtype=torch.bool),  # not causal
-        torch.ones(1, 1, 5, 5, dtype=torch.bool).tril().triu(-2),  # a window
+        torch.ones(1, 1, 5, 5, dtype=torch.bool).tril().triu(-2),  # a sliding window
         torch.ones(1, 1, 5, 7, dtype=torch.bool).tril(2),
         torch.ones(2, 1, 5, 5, dtype=torch.bool).tril(),
     ],
@@ -361,7 +370,7 @@ def test_a_static_cache(applied):
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("lengths", [(3, 3, 1), (7,)])
 def test_a_mask_is_read_again_by_each_layer(applied, write, lengths):
-    """Whatever wrote to its memory; a mask that still says its packing is packed."""
+    """Other code may write to the mask. If it still describes a packing, packed attention runs."""
     mask, shape = packed_mask(2, 1, 4), (1, 4, 7, 16)
     attend(ours, mask, shape=shape)
     full = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None, None]
@@ -374,7 +383,7 @@ def test_a_mask_is_read_again_by_each_layer(applied, write, lengths):
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_lengths_are_read_again_by_each_layer(applied, write):
-    """Those of another packing than the mask's: what both let take part."""
+    """The lengths describe another packing than the mask, so both must allow a key."""
     mask, shape, starts = packed_mask(2, 1, 4), (1, 4, 7, 16), torch.tensor([0, 2, 3, 7])
     attend(ours, mask, shape=shape, cu_seq_lens_q=starts)
     write(starts, torch.tensor([0, 1, 5, 7]))
@@ -385,7 +394,7 @@ def test_lengths_are_read_again_by_each_layer(applied, write):
 
 
 def test_nothing_is_read_while_a_graph_is_captured(applied, monkeypatch):
-    """It would keep what was read; here the CPU says that it captures one."""
+    """A graph would keep the value that was read. A patch makes the CPU report a capture."""
     calls = []
     attention = npu_ops.attention
     mask, shape = packed_mask(2, 1, 4), (1, 4, 7, 16)
@@ -403,15 +412,15 @@ def test_nothing_is_read_while_a_graph_is_captured(applied, monkeypatch):
 
 
 def test_what_is_not_ours_falls_through(applied):
-    """Shapes and dtypes: the answer, or the error, is theirs."""
+    """For unsupported shapes and dtypes transformers' function returns the result, or raises."""
     q, k = rows(1, 2, 5, 16), rows(1, 2, 5, 16)
     narrow = rows(1, 5, 8)
     with pytest.raises(RuntimeError, match="must match"):
-        qwen3_vl.apply_rotary_pos_emb(q, k, narrow, narrow)  # whole heads alone
+        qwen3_vl.apply_rotary_pos_emb(q, k, narrow, narrow)  # it rotates whole heads only
     cos = rows(1, 5, 16).requires_grad_()
     out, _ = qwen3_vl.apply_rotary_pos_emb(q, k, cos, cos)
     assert out.requires_grad
-    x, weight = rows(1, 6, 9), rows(6, 9)  # a filter of 9
+    x, weight = rows(1, 6, 9), rows(6, 9)  # a filter of 9 taps
     original = qwen3_next.causal_conv1d_fn.__wrapped__
     assert qwen3_next.causal_conv1d_fn(x, weight).equal(original(x, weight))
     gated = qwen3_next.Qwen3NextRMSNormGated(6)
@@ -420,12 +429,12 @@ def test_what_is_not_ours_falls_through(applied):
     assert gated(x.mT, x.mT).equal(expected)
     state = torch.zeros(1, 6, 4, requires_grad=True)
     weight = rows(6, 4)
-    with pytest.raises(RuntimeError):  # a leaf that is written
+    with pytest.raises(RuntimeError):  # it writes to a leaf
         qwen3_next.causal_conv1d_update(x[..., :1], state, weight)
 
 
 def test_under_autocast_the_tables_are_wider(applied):
-    """q and k are bf16 and the tables fp32: theirs returns fp32, and so do we."""
+    """With bf16 q and k and fp32 tables transformers' function returns fp32, and so does ours."""
     q, k = (rows(1, 2, 5, 16, dtype=torch.bfloat16, seed=n) for n in (0, 1))
     cos, sin = rows(1, 5, 16, seed=2), rows(1, 5, 16, seed=3)
     original = qwen3_vl.apply_rotary_pos_emb.__wrapped__
@@ -438,7 +447,7 @@ def test_under_autocast_the_tables_are_wider(applied):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_next"])
 def test_in_bf16(name):
-    """Rounded at other places, and more rarely."""
+    """npu-ops rounds at other places and less often, so its error must not be larger."""
     model, inputs = transformers_models.built(name)
     model.bfloat16()
     with torch.no_grad():
@@ -541,7 +550,7 @@ def test_an_unknown_signature_is_refused_and_the_others_applied(monkeypatch):
 
 
 def test_nothing_is_patched_in_this_process_but_where_a_test_asks():
-    """Other tests compare with transformers' functions, which must be transformers'."""
+    """Other tests compare with transformers' functions, which must not be patched."""
     assert not npu_ops_import_hook.is_watching()
     assert qwen3_vl.apply_rotary_pos_emb.__module__ == qwen3_vl.__name__
 

@@ -1,6 +1,6 @@
-"""Models of transformers that npu-ops knows by what they define: the same, by our operators.
+"""transformers' models that npu-ops recognises by their code: the same results, by our operators.
 
-No list of ours has their names. What another model changes in a function is left to that model.
+None of our lists has their names. A function that a model changes is left to that model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 
-# The calls of one layer of linear attention with its norms, and of one layer of attention.
+# Calls of one linear attention layer with its norms, and of one attention layer.
 RULE = {"causal_conv1d": 1, "chunk_gated_delta_rule": 1, "rms_norm_gated": 1}
 CHANNELS = {"causal_conv1d": 1, "chunk_kda": 1, "rms_norm_gated": 1}
 CALLS = {
-    "qwen4_exp": RULE | {"rms_norm": 59, "rope": 2, "swiglu": 4},  # those of its indexer, too
+    "qwen4_exp": RULE | {"rms_norm": 59, "rope": 2, "swiglu": 4},  # includes its indexer's
     "qwen4_exp_silu": RULE | {"rms_norm": 65, "rope": 2, "swiglu": 4},
     "qwen4_exp_images": RULE | {"rms_norm": 91, "rope": 4, "swiglu": 4},
     "olmo_hybrid": RULE | {"rms_norm": 7, "rope": 1, "swiglu": 2},
@@ -35,7 +35,8 @@ CALLS = {
     "bailing_hybrid": CHANNELS | {"rms_norm": 6, "swiglu": 3},
     "glm5_next": CHANNELS | {"rms_norm": 16, "rope": 2},
 }
-ATTENTION = dict.fromkeys(CALLS, 1) | {"qwen4_exp_images": 3, "glm5_next": 3}  # images are one call
+# all images are one call
+ATTENTION = dict.fromkeys(CALLS, 1) | {"qwen4_exp_images": 3, "glm5_next": 3}
 
 
 @pytest.mark.parametrize("attention", [None, "npu_ops"])
@@ -58,7 +59,7 @@ STEPS = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_generation_with_a_cache(name, padded):
-    """A step is our convolution and our rule, also by key channel and with beta up to 2."""
+    """Each step calls our convolution and rule, also with decay per key channel or beta up to 2."""
     calls = transformers_models.compare_generation(name, padded)
     assert calls["causal_conv1d_update"] == calls[STEPS[name]] == 5
     assert calls["causal_conv1d"] == 1
@@ -67,7 +68,7 @@ def test_generation_with_a_cache(name, padded):
 
 @pytest.mark.parametrize("name", ["qwen4_exp", "olmo_hybrid"])
 def test_packed_sequences(name, applied):
-    """They do not see each other. transformers alone refuses them without other packages."""
+    """They do not see each other. Without other packages transformers refuses them."""
     transformers_models.compare_packed(name)
 
 
@@ -75,7 +76,7 @@ def test_packed_sequences(name, applied):
 
 
 def next_model(folder, monkeypatch, *changes: tuple[str, str]):
-    """The module of a model that no release of ours knows: OLMo Hybrid's with some changes."""
+    """Import a model unknown to all our releases: OLMo Hybrid's with some changes."""
     package = folder / "next_model"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -95,7 +96,7 @@ def next_model(folder, monkeypatch, *changes: tuple[str, str]):
 
 @pytest.fixture
 def next_one(tmp_path, monkeypatch, applied):
-    """Imports the next model, with changes; it is gone afterwards."""
+    """Yield a function that imports the changed model, which is removed after the test."""
     yield lambda *changes: next_model(tmp_path, monkeypatch, *changes)
     npu_ops_adapters.revert()
     for name in [n for n in sys.modules if n.startswith("transformers.models.next_model")]:
@@ -103,7 +104,7 @@ def next_one(tmp_path, monkeypatch, applied):
 
 
 def states(module) -> dict:
-    """How each patch of a module stands, by what it replaces."""
+    """Return the state of each patch of a module, by the name it replaces."""
     rows = [row for row in npu_ops_adapters.plan() if row.target.startswith(f"{module.__name__}:")]
     return {row.target.partition(":")[2]: row.sentence for row in rows}
 
@@ -121,7 +122,7 @@ def test_the_next_model_needs_no_release_of_ours(next_one):
     assert states(module) == dict.fromkeys(PATCHED, "applied")
 
 
-# Changes to a formula, and the function that is then left to the model.
+# Changes to a formula, with the functions that are then left to the model.
 FORMULAS = {
     "a filter that sees the future": (
         "padding = weight.shape[-1] - 1", "padding = weight.shape[-1] - 2; seq_len -= 1",
@@ -180,7 +181,7 @@ def test_another_formula_is_left_to_the_model(old, new, left, next_one, caplog):
 
 
 def test_a_setting_that_was_not_compared_is_left_to_the_model(next_one):
-    """The module is as it was compared, or its own function runs."""
+    """The module must be as it was when it was compared; otherwise its own function runs."""
     module = next_one(
         ("self.variance_epsilon = eps", "self.variance_epsilon, self.factor = eps, 1"),
         ("return (self.weight *", "return self.factor * (self.weight *"),
@@ -196,7 +197,7 @@ def test_a_setting_that_was_not_compared_is_left_to_the_model(next_one):
 
 
 def test_importing_a_model_draws_nothing(next_one):
-    """The program's random numbers, switches and defaults are as without npu-ops."""
+    """The program's random state, switches and defaults are as without npu-ops."""
     torch.manual_seed(5)
     before, defaults = torch.get_rng_state(), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -233,7 +234,7 @@ def test_a_norm_without_a_weight_is_kept_with_its_reason(applied):
 
 
 def test_a_step_by_channel_has_the_bits_of_training(applied):
-    """With NPU_OPS_CONSISTENT=1, and a prompt cut anywhere."""
+    """With NPU_OPS_CONSISTENT, also for a prompt cut anywhere."""
     x, g = torch.randn(1, 70, 2, 8), -torch.rand(1, 70, 2, 8)
     tokens = x, x, x, g, g[..., 0].exp()
     with env.override(consistent="tokens"):
@@ -248,7 +249,7 @@ def test_a_step_by_channel_has_the_bits_of_training(applied):
 
 
 def test_heads_under_autocast_keep_their_dtype(applied):
-    """OLMo Hybrid's rope returns bf16 where Qwen's returns the tables' fp32."""
+    """OLMo Hybrid's rope returns bf16; Qwen's returns the tables' fp32."""
     q, cos = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 5, 8)
     original = olmo_hybrid.apply_rotary_pos_emb.__wrapped__
     for a, e in zip(

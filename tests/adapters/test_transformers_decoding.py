@@ -1,4 +1,4 @@
-"""transformers' models decode with npu-ops in them: the same tokens and logits, step for step."""
+"""transformers' models decode with npu-ops: the same tokens and logits in every step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from npu_ops.core.compare import Tolerance, assert_close
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_with_a_cache(name, padded):
-    """Prefill and decoding: the states are kept as before, token for token."""
+    """Prefill and decoding keep the states as before, token by token."""
     calls = transformers_models.compare_generation(name, padded)
     assert calls["causal_conv1d_update"] == calls["gated_delta_rule_update"] == 5
     assert calls["chunk_gated_delta_rule"] == 1
 
 
 def test_a_step_that_is_not_ours_is_theirs(applied):
-    """With gradients, with NPU_OPS_CONSISTENT, of a state in fp16: by the rule's own function."""
+    """With gradients, with NPU_OPS_CONSISTENT or with fp16 states the rule's own function runs."""
     model, inputs = transformers_models.built("qwen3_next")
     ids = inputs["input_ids"][:, :9]
 
@@ -48,7 +48,7 @@ def test_a_step_that_is_not_ours_is_theirs(applied):
 
 
 def test_decoding_goes_on_where_transformers_left_off():
-    """And the other way round: the convolution's cache, which has one token too many, is theirs."""
+    """Our steps and theirs alternate; both caches keep a token more than the convolution needs."""
     model, inputs = transformers_models.built("qwen3_next")
     ids = inputs["input_ids"][:, :30]
     with torch.no_grad():

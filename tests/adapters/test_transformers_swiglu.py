@@ -1,4 +1,4 @@
-"""SwiGLU of transformers' models: which calls are ours. Whole models: test_transformers.py."""
+"""Which SwiGLU calls of transformers' models are ours. test_transformers.py tests whole models."""
 
 import types
 
@@ -27,7 +27,7 @@ def x(dtype=torch.bfloat16):
 
 
 def result(module, given):
-    """What a module gives, and how many calls of swiglu that were."""
+    """Return a module's output, and its number of swiglu calls."""
     with Counter() as counter:
         out = module(given)
     return out, counter.calls.get("npu_ops.swiglu.default", 0)
@@ -46,7 +46,7 @@ def test_it_is_ours(mlp):
 
 @pytest.mark.parametrize("consistent", ["tokens", "chunks"])
 def test_consistent_mode_has_the_bits_of_transformers(mlp, consistent):
-    """It rounds silu(gate), as a server and torch_npu's operator then do."""
+    """transformers rounds silu(gate), as a server and torch_npu's operator do in this mode."""
     given = x()
     with env.override(consistent=consistent):
         out, calls = result(mlp, given)
@@ -72,7 +72,7 @@ def projections_that_differ(module):
 
 def spread(module):
     class Spread(torch.Tensor):
-        """Stands for a tensor that is spread over ranks."""
+        """Stands for a tensor distributed over ranks."""
 
     for name in ("gate_proj", "up_proj"):
         hook = lambda module, given, out: out.as_subclass(Spread)  # noqa: E731
@@ -109,7 +109,7 @@ def test_gradients_are_transformers(mlp):
 
 @pytest.mark.parametrize("consistent", ["", "tokens"])
 def test_experts(applied, consistent):
-    """Their gate and up are one tensor."""
+    """Experts have gate and up in one tensor."""
     experts, both = types.SimpleNamespace(act_fn=ACT2FN["silu"]), torch.randn(5, 48).bfloat16()
     with env.override(consistent=consistent), Counter() as counter:
         out = Qwen3MoeExperts._apply_gate(experts, both)

@@ -1,4 +1,4 @@
-"""verl's own Ulysses on two ranks, and its NPU patches beside those of npu-ops."""
+"""verl's own Ulysses on two ranks, and verl's NPU patches together with npu-ops."""
 
 import ast
 import importlib
@@ -46,7 +46,8 @@ def set_by(text: str) -> Iterator[str]:
 
 
 def test_its_npu_patches_leave_ours_in_force():
-    """Checks the counts in docs/replacing-patches.md, and trains Qwen3 with both."""
+    """Checks the counts in docs/replacing-patches.md, and trains Qwen3 with both
+    kinds of patches."""
     file = fetch_verl.path()[0] / "verl/models/transformers/npu_patch.py"
     text, images = ("qwen2", "qwen3", "qwen3_next"), ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
     for model in (*text, *images, "qwen3_5_moe"):
@@ -55,7 +56,7 @@ def test_its_npu_patches_leave_ours_in_force():
     found = set(set_by(file.read_text()))
     both = sorted(target.rpartition(".")[2] for target in found & ours)
     assert [name.endswith("apply_rotary_pos_emb") for name in both].count(True) == 7
-    assert len(found) == 27 + 1 and len(both) == 23, both  # a norm has two names, by version
+    assert len(found) == 27 + 1 and len(both) == 23, both  # one norm has two names, by version
 
     command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable]
     done = subprocess.run(

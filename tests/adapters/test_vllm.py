@@ -1,4 +1,5 @@
-"""npu-ops in vLLM on NPUs: vllm-ascend's own source beside ours, in a process: see vllm_cpu/."""
+"""npu-ops in vLLM on NPUs: vllm-ascend's own source with ours, in another process;
+see vllm_cpu/."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from npu_ops.core import env
 pytestmark = pytest.mark.xdist_group("vllm")
 HERE = pathlib.Path(__file__).parent
 SETTINGS = {
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # so that vLLM's entry point alone loads the adapters
-    "CUDA_VISIBLE_DEVICES": "",  # for which vLLM keeps a Triton that has no device yet
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # only vLLM's entry point may load the adapters
+    "CUDA_VISIBLE_DEVICES": "",  # with it vLLM keeps a Triton that has no device yet
     "TRITON_INTERPRET": "1",
     "VLLM_PLUGINS": "npu_ops",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -37,7 +38,7 @@ NAMES = [function.__name__ for function in (*checks.CHECKS, *functions.CHECKS, *
 
 @pytest.fixture(scope="module")
 def errors():
-    """Of each check: what went wrong, or None."""
+    """Return the error of each check, None if it passed."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_cpu.checks"],
         env=environment(fetch_vllm.tree(), HERE, HERE.parent, **SETTINGS),
@@ -54,7 +55,7 @@ def test_ours_beside_vllm_ascend_s(errors, name):
 
 @pytest.mark.slow
 def test_the_core_of_a_layer_on_the_emulated_npu():
-    """vLLM's metadata, the real torch_npu, and our kernels by the vendor's compiler."""
+    """Uses vLLM's metadata, the real torch_npu, and kernels that the vendor compiled."""
     path = environment(fetch_vllm.tree(), HERE, HERE.parent, OMP_NUM_THREADS="1")
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python", "-m", "vllm_cpu.on_npu"],
@@ -72,7 +73,7 @@ def test_the_core_of_a_layer_on_the_emulated_npu():
         assert conv == 0 and out < 1e-4 and states < 1e-5, (name, out, conv, states)
 
 
-# The modules in which a later vllm-ascend defines the methods that it puts into vLLM's classes.
+# Modules where a later vllm-ascend defines the methods that it puts into vLLM's classes.
 DEFINED = {
     "patch_qwen3_5:Qwen3NextAttention.forward": "patch_qwen3_5:AscendQwen3NextAttention.forward",
     "patch_qwen3_5:Qwen3_5GatedDeltaNet._forward_core": (
@@ -87,7 +88,7 @@ DEFINED = {
 
 
 def definition(folder: pathlib.Path, target: str) -> tuple[ast.FunctionDef, str] | None:
-    """The function that a patch replaces, and its source; None: this version has no such module."""
+    """Return the function that a patch replaces, and its source; None if this version lacks it."""
     target = DEFINED.get(target.removeprefix(f"{qk_norm_rope.WORKER}."), target)
     if target.startswith("patch_"):
         target = f"{qk_norm_rope.WORKER}.{target}"
@@ -106,10 +107,10 @@ def definition(folder: pathlib.Path, target: str) -> tuple[ast.FunctionDef, str]
 
 
 def test_the_patches_know_the_source_of_0_23_0(monkeypatch):
-    """It is read: another vLLM runs it than the other tests have."""
+    """Only the source is read: to run it would need another vLLM."""
     known = set()
     worker = types.ModuleType(f"{qk_norm_rope.WORKER}.patch_qwen3vl")
-    worker.Qwen3_VisionTransformer = object  # 0.18.0 leaves the tower to vLLM
+    worker.Qwen3_VisionTransformer = object  # in 0.18.0 the tower is vLLM's
     monkeypatch.setitem(sys.modules, worker.__name__, worker)
     with env.override(consistent="tokens"):
         patches = list(vllm.patches())
@@ -162,7 +163,7 @@ HEADS, KV_HEADS, WIDE, BLOCK = 4, 2, 64, 128
 
 
 def attention_layer(**changes):
-    """As much of vllm-ascend's layer as the method asks, with a cache of four blocks."""
+    """Return what the method reads of vllm-ascend's layer, with a cache of four blocks."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 4, BLOCK, KV_HEADS, WIDE).bfloat16()
     given = {"key_cache": keys, "value_cache": values, "scale": WIDE**-0.5, "attn_type": "decoder"}
@@ -171,8 +172,10 @@ def attention_layer(**changes):
 
 
 def attention_step():
-    """Of 200 tokens the last 60, and one token of a sequence that has 9; three are padding, of
-    which 0.23.0 makes a sequence."""
+    """Return a step: the last 60 of 200 tokens, one token of a sequence with 9, and padding.
+
+    In 0.23.0 the three padding tokens form a sequence.
+    """
     return types.SimpleNamespace(
         query_start_loc=torch.tensor([0, 60, 61], dtype=torch.int32), causal=True,
         seq_lens=torch.tensor([200, 9, 1], dtype=torch.int32), seq_lens_list=[200, 9, 1],
@@ -194,18 +197,18 @@ def test_consistent_attention_over_the_cache_is_that_of_whole_sequences():
 
 
 def graph_mode(separate: bool):
-    """vLLM's configuration. separate: a decoding step has a graph of its own."""
+    """Return a stand-in for vLLM's configuration. separate: decoding steps have their own graph."""
     mode = types.SimpleNamespace(name="FULL", separate_routine=lambda: separate)
     return types.SimpleNamespace(compilation_config=types.SimpleNamespace(cudagraph_mode=mode))
 
 
 def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-    """As much of vllm-ascend's metadata as a graph needs; the lists are those of the capture."""
+    """Return what a graph needs of vllm-ascend's metadata; its lists are from the capture."""
     return types.SimpleNamespace(causal=True, max_query_len=1)
 
 
 def decoding(starts, lengths, table):
-    """vllm-ascend's buffers of three sequences, of which the last is a graph's padding."""
+    """Return vllm-ascend's buffers of three sequences, of which the last is a graph's padding."""
     return types.SimpleNamespace(
         query_start_loc=starts, seq_lens=lengths, block_table_tensor=table, num_reqs=3
     )

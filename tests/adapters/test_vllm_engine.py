@@ -1,4 +1,4 @@
-"""vLLM's engine with vllm-ascend on the emulated NPU, in processes: see vllm_npu/."""
+"""vLLM's engine with vllm-ascend on the emulated NPU, in other processes; see vllm_npu/."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPS = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder of models; by transformers' own functions, not ours in their place."""
+    """A folder of models, made with transformers unpatched."""
     folder = tmp_path_factory.mktemp("tiny")
     vllm_process.run("pictures", folder, NPU_OPS_DISABLE="all")
     vllm_process.run("tiny", folder, in_vllm=False, NPU_OPS_DISABLE="all")
@@ -37,7 +37,8 @@ def tiny(tmp_path_factory):
 
 
 def served(folder, *settings, **variables):
-    """Check that the engine's tokens are transformers'; return the other rows, and all it said."""
+    """Check that the engine's tokens are transformers'; return its other rows, and
+    all its output."""
     rows, said = vllm_process.run(
         "engine", folder, *settings, command=vllm_process.EMULATED, NPU_OPS_LOG="calls", **variables
     )
@@ -50,19 +51,19 @@ def served(folder, *settings, **variables):
 
 @pytest.mark.parametrize("model", OPS)
 def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
-    """Chunked prefill, decoding, and both in one step, by vllm-ascend's own worker and runner."""
+    """Chunked prefill, decoding, and both in one step, by vllm-ascend's worker and model runner."""
     _, said = served(tiny / model)
     found = calls(said)
     assert {op for op, _ in found} == OPS[model], found
     assert {implementation for _, implementation in found} <= {"triton_ascend", "aclnn"}, found
-    assert "vllm-ascend's own" not in said  # nothing fell back
+    assert "vllm-ascend's own" not in said  # no fallback
 
 
-# The vendor's compiler needs CANN's graph engine; vllm-ascend's fusions register with it.
+# vllm-ascend's fusions register with the vendor's compiler, which needs CANN's graph engine.
 NOT_FUSED = dict.fromkeys(
     ("enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add"), False
 )
-OF_A_STEP = {  # in a graph of a decoding step
+OF_A_STEP = {  # in the graph of a decoding step
     "qwen3": {"rope"},
     "qwen3next": {"qk_norm_rope"} | GEMMA_NORMS | DECODING,
     "qwen3vl": {"qk_norm_rope"},
@@ -71,7 +72,7 @@ OF_A_STEP = {  # in a graph of a decoding step
 
 
 def in_graphs(mode: str, *sizes: int) -> tuple[str, ...]:
-    """Settings of an engine that compiles the model, and captures steps of `sizes` tokens."""
+    """Return settings of an engine that compiles, and captures steps of `sizes` tokens."""
     compiled = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}
     fused = {"ascend_compilation_config": NOT_FUSED}
     return (
@@ -82,23 +83,23 @@ def in_graphs(mode: str, *sizes: int) -> tuple[str, ...]:
 
 
 def replayed(rows) -> dict:
-    """How often graphs ran, by their rows and the tokens of the step."""
+    """Return how often graphs were replayed, by (rows of the graph, tokens of the step)."""
     found = (row for what, *row in rows if what == "replayed")
     return {(size, tokens): often for size, tokens, often in found}
 
 
 def captured(said: str) -> str:
-    """What was said in captures."""
+    """Return the output during captures."""
     return "".join(part.partition("capture ends")[0] for part in said.split("capture begins")[1:])
 
 
 @pytest.mark.parametrize("model", OPS)
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
 def test_graphs_generate_the_same(tiny, model, mode):
-    """Of compiled models, with padding: one token in a graph of two rows, three in one of four.
+    """Compiled models, with padding: one token in a graph of two rows, three in one of four.
 
-    In a graph of a whole step vllm-ascend gives attention its lengths while the graph runs. Of
-    pieces, attention and the core of Gated Delta Net stay outside.
+    For a graph of a whole step vllm-ascend passes attention its lengths while the graph runs. With
+    piecewise graphs attention and the core of Gated Delta Net stay outside.
     """
     rows, said = served(tiny / model, *in_graphs(mode, 2, 4))
     outside = DECODING - {"rms_norm_gated"} if mode == "PIECEWISE" else set()
@@ -111,24 +112,24 @@ def test_graphs_generate_the_same(tiny, model, mode):
 
 DRAFTS = {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 WITH_DRAFTS = f"speculative_config={json.dumps({'method': 'ngram'} | DRAFTS)}"
-VERIFIED = re.compile(r"gated_delta_rule_update\(.*int32\[\d+, 3\]@npu")  # slots of two drafts
+VERIFIED = re.compile(r"gated_delta_rule_update\(.*int32\[\d+, 3\]@npu")  # slots for two drafts
 
 
 def test_drafts_are_verified(tiny):
-    """Tokens that vLLM finds in the prompt: states of rejected ones are given up."""
+    """vLLM drafts tokens that it finds in the prompt; states of rejected ones are discarded."""
     _, said = served(tiny / "qwen3next", WITH_DRAFTS)
     assert VERIFIED.search(said) and "vllm-ascend's own" not in said
 
 
 def test_drafts_are_verified_in_graphs(tiny):
-    """In steps where each sequence has two drafts; other steps run without a graph."""
+    """Graphs run steps in which each sequence has two drafts; other steps run without."""
     settings = (WITH_DRAFTS, *in_graphs("FULL_DECODE_ONLY", 3, 12))
     rows, said = served(tiny / "qwen3next", *settings)
     assert VERIFIED.search(captured(said)) and "vllm-ascend's own" not in said
     assert replayed(rows)[3, 3] > 0
 
 
-# Graphs without additional_config: npu-ops switches vllm-ascend's fusions off.
+# Graphs without additional_config: npu-ops turns vllm-ascend's fusions off.
 WAYS = {
     "eager": (),
     "drafts": (WITH_DRAFTS,),
@@ -145,7 +146,7 @@ WAYS = {
     ],
 )
 def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, way):
-    """Sampled tokens, prompts in parts and beside each other, beginnings in the cache, drafts."""
+    """Covers sampled tokens, chunked and batched prompts, cached prefixes, and drafts."""
     folder, mode = in_dtype(tiny / model, "bfloat16", tmp_path), {"NPU_OPS_CONSISTENT": "1"}
     told = {"command": vllm_process.EMULATED} | mode | {"VLLM_ASCEND_ENABLE_NZ": "0"}
     rows, said = vllm_process.run(
@@ -156,13 +157,13 @@ def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path,
     if way in ("FULL_DECODE_ONLY", "PIECEWISE"):
         found = {op for op, _ in calls(captured(said))}
         assert "linear" in found and ("attention" in found) == (way == "FULL_DECODE_ONLY"), found
-        assert any(size > tokens for size, tokens in replayed(rows))  # with padding
+        assert any(size > tokens for size, tokens in replayed(rows))  # some with padding
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
     )
     pictures = [row for row in compared if row[1] in (len(PICTURE), len(PICTURE + MORE))]
     text = [row for row in compared if row not in pictures]
-    caches = [0] * 8 if model in HYBRID else [0] * 6 + [128, 256]  # whole blocks of 128
+    caches = [0] * 8 if model in HYBRID else [0] * 6 + [128, 256]  # whole blocks of 128 tokens
     assert [cached for _, _, cached, *_ in text] == caches
     assert all(sampled == equal == 5 and most == 0 for *_, sampled, most, equal in text)
     assert len(pictures) == 2 * (model in PICTURED)

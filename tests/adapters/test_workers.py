@@ -1,4 +1,4 @@
-"""Processes that a trainer starts: each registers npu-ops by itself, whoever started it."""
+"""Processes that a trainer starts: each registers npu-ops by itself, however it was started."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import fetch_frameworks
 import pytest
 from processes import environment
 
-# The code of a worker. It imports npu-ops in its last lines alone, and the process that starts it
-# does not, so that what it finds was registered automatically.
+# A worker's code. Only its last lines import npu-ops, and the process that starts it does not, so
+# what they find was registered automatically.
 WORKER = """
 def worker():
     from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers 4.57 and 5, and one step of each without and with npu-ops.
+"""Tiny random models of transformers 4.57 and 5, and a step of each without and with npu-ops.
 
 python transformers_models.py NAME...   in one process; prints a line of JSON for each
 """
@@ -47,7 +47,7 @@ def is_version_4() -> bool:
 
 
 def rotary(section=None, partial=1.0) -> dict:
-    """The settings of rope as this version takes them."""
+    """Return the rope settings in the form of this version."""
     parameters = {"rope_type": "default"}
     if section:
         parameters |= {"mrope_section": section, "mrope_interleaved": True}
@@ -59,7 +59,7 @@ def rotary(section=None, partial=1.0) -> dict:
 
 
 def classes(model: str):
-    """The modeling and the configuration module of a model."""
+    """Return the modeling and the configuration module of a model."""
     home = f"transformers.models.{model}"
     return (
         importlib.import_module(f"{home}.{kind}_{model}") for kind in ("modeling", "configuration")
@@ -72,7 +72,7 @@ def text_inputs(batch=2, length=70) -> dict:
 
 
 def image_inputs() -> dict:
-    """Text with two images of different sizes in each sequence."""
+    """Return text inputs with two images of different sizes in each sequence."""
     inputs = text_inputs(length=40)
     ids, patches = inputs["input_ids"], 0
     for row in range(len(ids)):
@@ -171,11 +171,11 @@ MODELS = {
 }  # fmt: skip
 
 
-# Models that npu-ops knows by what they define
+# Models that npu-ops recognises by their code
 
 
 def qwen4_exp(gate="sigmoid", **more):
-    """Sparse attention to the 4 best blocks of 2 keys, and hyper-connections of two streams."""
+    """Sparse attention to the best 4 blocks of 2 keys, and hyper-connections of two streams."""
     modeling, configuration = classes("qwen4_exp")
     indexer = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
@@ -189,7 +189,7 @@ def qwen4_exp(gate="sigmoid", **more):
 
 
 def qwen4_exp_silu():
-    """The other gate, and features of n-grams of tokens in its first layer."""
+    """With the other gate, and n-gram features of tokens in its first layer."""
     ngrams = {"heads_per_ngram": 2, "ngram_vocab_size_base": 20, "eos_token_id": 63}
     return qwen4_exp("silu", ple_layer_ids=[1], **ngrams)
 
@@ -204,14 +204,14 @@ def qwen4_exp_images():
 
 
 def olmo_hybrid():
-    """Beta is up to 2, and a filter of three tokens."""
+    """With beta up to 2, and filters of three taps."""
     modeling, configuration = classes("olmo_hybrid")
     more = {"linear_conv_kernel_dim": 3, "pad_token_id": 0, "eos_token_id": 63}
     config = configuration.OlmoHybridConfig(**SIZES, **LINEAR, **rotary(), **more)
     return modeling.OlmoHybridForCausalLM(config), text_inputs()
 
 
-# Kimi Delta Attention: a decay by key channel.
+# Kimi Delta Attention: a decay per key channel.
 CHANNELS = {
     "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
     "kv_lora_rank": 16, "v_head_dim": 24, "qk_nope_head_dim": 16, "moe_intermediate_size": 16,
@@ -262,20 +262,20 @@ BY_DEFINITION = {
 
 
 def built(name: str):
-    """The model, with weights that make everything count, and its inputs."""
+    """Return the model, with weights that make all parts significant, and its inputs."""
     torch.manual_seed(0)
     model, inputs = (MODELS | BY_DEFINITION)[name]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".A_log"):
-                parameter.clamp_(max=0)  # a state that is forgotten at once has no gradient
+                parameter.clamp_(max=0)  # with a large decay the state has no gradient
             elif parameter.dim() > 1:
                 parameter.mul_(4) if parameter.any() else parameter.normal_(std=0.3)
     return model.eval(), inputs
 
 
 def step(model, inputs: dict) -> dict:
-    """Logits and every gradient, and how often which operator of npu-ops ran."""
+    """Return logits and all gradients by name, and the calls of npu-ops's operators."""
     model.zero_grad()
     with Counter() as counter:
         logits = model(**inputs, use_cache=False).logits
@@ -286,29 +286,29 @@ def step(model, inputs: dict) -> dict:
 
 
 def by_op(calls: dict) -> dict:
-    """Calls by the name of the operator."""
+    """Return the calls by the operators' short names."""
     return {name.split(".")[1]: count for name, count in calls.items()}
 
 
 def assert_same(actual: dict, expected: dict) -> None:
-    """Equal but for the order of fp32 additions, also that of sums over all tokens."""
+    """Equal up to the order of fp32 additions, also of sums over all tokens."""
     assert actual.keys() == expected.keys() and len(expected) > 10
     assert all(value.abs().max() > 0 for name, value in expected.items() if "bias" not in name)
     for name, value in actual.items():
-        cancelling = name.endswith((".dt_bias", ".A_log"))  # sums over tokens of both signs
+        cancelling = name.endswith((".dt_bias", ".A_log"))  # sums of both signs over tokens
         tolerance = 1e-3 if cancelling else 5e-5
         assert_close(name, value, expected[name], Tolerance(tolerance, tolerance))
 
 
 def compare(name: str, attention: str | None = None) -> dict:
-    """Which operators ran, after a step without npu-ops and one with it gave the same."""
+    """Check that a step gives the same without and with npu-ops; return the operators' calls."""
     npu_ops_adapters.revert()
     model, inputs = built(name)
     expected, calls = step(model, inputs)
     assert calls == {}, calls
     npu_ops_adapters.apply()
     try:
-        model, inputs = built(name)  # in older versions layers take functions when they are built
+        model, inputs = built(name)  # in older versions layers bind functions when they are built
         if attention:
             model.set_attn_implementation(attention)
         actual, calls = step(model, inputs)
@@ -319,7 +319,7 @@ def compare(name: str, attention: str | None = None) -> dict:
 
 
 def generate(model, inputs: dict):
-    """Six tokens behind each prompt with their logits, and how often which operator ran."""
+    """Generate six tokens per prompt; return them with their logits, and the operators' calls."""
     with torch.no_grad(), Counter() as counter:
         found = model.generate(
             **inputs, max_new_tokens=6, do_sample=False, output_logits=True,
@@ -329,7 +329,7 @@ def generate(model, inputs: dict):
 
 
 def compare_generation(name: str, padded: bool) -> dict:
-    """Which operators ran, after generating without npu-ops and with it gave the same tokens."""
+    """Check that npu-ops leaves generation unchanged; return the operators' calls."""
     npu_ops_adapters.revert()
     model, inputs = built(name)
     if padded:
@@ -350,7 +350,7 @@ def compare_generation(name: str, padded: bool) -> dict:
 
 
 def compare_packed(name: str):
-    """Packed sequences have the logits that each has alone. Return the model, and a call of it."""
+    """Check that packed sequences have the logits they have alone; return the model, and a call."""
     model, _ = built(name)
     model.set_attn_implementation("npu_ops")
     ids = text_inputs(1, 60)["input_ids"]

@@ -3,15 +3,15 @@
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge
     python tests/adapters/upstream_bridge.py Megatron-Bridge --megatron 0.19.2
 
-`--megatron` is a release that tests/adapters/fetch_megatron.py has fetched, or a folder. Bridge's
-modules of Qwen3-VL are its own files, read where they are; the packages around them are not run,
-for they import all of its models. Layers of Megatron's own modules stand in for Transformer
-Engine's. Megatron's DotProductAttention takes no packed sequences, which the vision tower's are, so
-that without npu-ops torch's attention of each picture stands in for it.
+`--megatron` is a release that tests/adapters/fetch_megatron.py downloaded, or a folder. Bridge's
+modules of Qwen3-VL are its own files, read in place. Its packages' `__init__.py` do not run, as
+they import all its models. Megatron's own layers replace Transformer Engine's. Megatron's
+DotProductAttention takes no packed sequences, which the vision tower has; without npu-ops, torch's
+attention of one picture at a time replaces it.
 
-Losses and every gradient are compared, of text alone and with two pictures, and with activation
-checkpointing, which without npu-ops loses gradients. The exit status is 1 if something differs, or
-if npu-ops did not compute it.
+Losses and all gradients are compared for text, for two pictures, and with activation checkpointing,
+which without npu-ops loses gradients. The exit status is 1 on a difference, or if npu-ops was not
+called.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ HERE = pathlib.Path(__file__).parent
 MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 CASES = ("text", "pictures", "text, recomputed", "pictures, recomputed")
-GRID = torch.tensor([[1, 4, 4], [1, 4, 6]])  # patches of two pictures, merged by two and two
+# patches of two pictures; 2 x 2 of them merge into a token
+GRID = torch.tensor([[1, 4, 4], [1, 4, 6]])
 IMAGE, VISION_START = 120, 121
 
 
@@ -46,7 +47,7 @@ IMAGE, VISION_START = 120, 121
 
 
 class Bare(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Bridge's packages, without what they import of themselves."""
+    """Bridge's packages, without the imports of their `__init__.py`."""
 
     def __init__(self, source: pathlib.Path):
         self._source = source
@@ -67,13 +68,13 @@ class Bare(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def without_transformer_engine(model) -> None:
-    """Megatron's own modules where Bridge's model asks for Transformer Engine's."""
+    """Use Megatron's own modules where Bridge's model requests Transformer Engine's."""
     from megatron.core import tensor_parallel
     from megatron.core.models.vision import vit_layer_specs
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     attention = importlib.import_module(f"{MODELLING}.attention")
-    attention.TEDotProductAttention = type("TEDotProductAttention", (), {})  # no layer's
+    attention.TEDotProductAttention = type("TEDotProductAttention", (), {})  # no layer is one
     model.TENorm = WrappedTorchNorm
     model.TEColumnParallelLinear = tensor_parallel.ColumnParallelLinear
     model.TERowParallelLinear = tensor_parallel.RowParallelLinear
@@ -82,7 +83,7 @@ def without_transformer_engine(model) -> None:
 
 
 def without_packed_attention() -> None:
-    """Of each picture by itself, where Megatron's attention is told of packed sequences."""
+    """Compute one picture at a time where Megatron's attention gets packed sequences."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     whole = DotProductAttention.forward
@@ -109,7 +110,8 @@ def without_packed_attention() -> None:
 
 
 def build(recompute: bool):
-    """Two layers of text and three of vision, of which two are deepstack's, in fp32."""
+    """Return a model with two text and three vision layers, of which two are
+    deepstack's, in fp32."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     model = importlib.import_module(f"{MODELLING}.model")
@@ -163,7 +165,7 @@ def inputs(pictures: bool) -> dict:
 
 
 def step(case: str) -> dict[str, torch.Tensor]:
-    """The loss, and the gradient of every parameter that has one."""
+    """Return the loss, and the gradient of every parameter that has one, by name."""
     model = build("recomputed" in case)
     model.train()
     loss = model(**inputs("pictures" in case))
@@ -173,7 +175,7 @@ def step(case: str) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | {n: p.grad for n, p in named if p.grad is not None}
 
 
-# One run, in a process of its own
+# One run, in another process
 
 
 def run(clone: pathlib.Path, ours: bool, output: str) -> None:
@@ -195,7 +197,7 @@ def run(clone: pathlib.Path, ours: bool, output: str) -> None:
 
 
 def in_force() -> None:
-    """Every patch is in place, also where Bridge imports by value, and none was refused."""
+    """Every patch is applied, also where Bridge imports by value, and none is refused."""
     import npu_ops_adapters
 
     states = {
@@ -226,7 +228,7 @@ def results(clone: pathlib.Path, megatron: pathlib.Path, ours: bool) -> dict:
 
 
 def difference(expected: dict, got: dict) -> tuple[float, list[str]]:
-    """The largest, in parts of each gradient's largest number; and what has no gradient."""
+    """Return the largest difference, relative to a tensor's maximum, and missing gradients."""
     missing = sorted(expected.keys() - got.keys())
     parts = [
         float((got[name] - x).abs().max() / x.abs().max().clamp(min=1e-6))
@@ -240,7 +242,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("clone", type=pathlib.Path, help="a clone of Megatron-Bridge")
     parser.add_argument("--megatron", default="0.19.2", help="a release, or a folder")
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # ours or not, and its results
+    # whether with npu-ops, and the file for results
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         run(options.clone.resolve(), options.run[0] == "1", options.run[1])
@@ -250,7 +253,7 @@ def main() -> int:
     theirs, ours = (results(options.clone.resolve(), folder, with_us) for with_us in (False, True))
     failed = False
     for case in CASES:
-        expected, _ = theirs[case.partition(",")[0]]  # without checkpointing
+        expected, _ = theirs[case.partition(",")[0]]  # computed without checkpointing
         got, calls = ours[case]
         largest, missing = difference(expected, got)
         wrong = largest > 1e-4 or missing or min(calls.get(name, 0) for name in OPERATORS) == 0

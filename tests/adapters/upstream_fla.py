@@ -2,12 +2,12 @@
 
 python tests/adapters/upstream_fla.py FLASH_LINEAR_ATTENTION [--device npu] [pytest arguments]
 
-The argument is a clone of upstream's repository; no file of it is changed or copied. On the CPU
-fla's own Triton kernels cannot run, so a test passes only if all that it needs of fla's kernels is
-ours. With `--device npu` the command starts itself again under `npu-ops emulate`, where fla's
-kernels run too. Calls that reach npu-ops are counted.
+The argument is a clone of upstream's repository; none of its files is changed or copied. fla's own
+Triton kernels cannot run on the CPU, so a test passes only if npu-ops replaces every kernel that it
+needs. With `--device npu` the command restarts itself under `npu-ops emulate`, where fla's kernels
+run too. Calls of npu-ops are counted.
 
-The exit status is 1 if a test failed for a reason that is not in KNOWN, or none reached npu-ops.
+The exit status is 1 if a test fails for a reason not in KNOWN, or if none called npu-ops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = (
     "tests/modules/test_layernorm_gated.py",
 )
 NO_DRIVER = "0 active drivers"
-# A part of a failure's message, and its meaning.
+# Part of a failure's message, and its meaning.
 KNOWN = {NO_DRIVER: "needs a kernel of fla's that is not ours"}
 
 
@@ -45,12 +45,12 @@ def import_fla(checkout: pathlib.Path, device: str) -> None:
     fla.utils.device = device
     if device == "cpu":
         fla.utils.device_torch_lib = torch.cpu
-        # On other devices the tests leave out grouped heads, because another backend lacks them.
+        # On other devices the tests leave out grouped heads, which another backend lacks.
         fla.utils.IS_NPU = True
 
 
 def without_triton_driver() -> None:
-    """triton-ascend wants to know how to measure while fla is imported, though nothing runs."""
+    """triton-ascend looks for a benchmarker when fla is imported, although no kernel runs."""
     import triton
 
     def none(*args, **kwargs):
@@ -67,7 +67,7 @@ def without_triton_driver() -> None:
 
 
 class Record:
-    """What became of each test, and which operators it called."""
+    """The outcome of each test, and the operators that it called."""
 
     def __init__(self):
         self.outcomes: dict[str, tuple[str, str]] = {}

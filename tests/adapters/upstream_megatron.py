@@ -1,18 +1,18 @@
-"""Runs Megatron-LM's own unit tests of what npu-ops replaces, on the CPU, without us and with us.
+"""Runs Megatron-LM's own unit tests of what npu-ops replaces, on the CPU, without and with npu-ops.
 
     git clone https://github.com/NVIDIA/Megatron-LM
     python tests/adapters/upstream_megatron.py Megatron-LM
 
-Those tests are written for CUDA. So the checkout's Python files, Megatron's as well as the tests',
-are read with "cuda" as "cpu" and "nccl" as "gloo" when they are imported; no file is changed. What
-needs a GPU, several processes or Transformer Engine all the same fails or is skipped in every run,
-and is listed with its reason.
+The tests are written for CUDA, so the Python files of the checkout, Megatron's and the tests', are
+read with "cpu" for "cuda" and "gloo" for "nccl" at import; no file is changed. Tests that still
+need a GPU, several processes or Transformer Engine fail or are skipped in every run, and are listed
+with their reasons.
 
-Files in RANKED run a second time, in four processes each (gloo), as torchrun starts them.
+Files in RANKED also run in four processes (gloo), started as by torchrun.
 
-There are three runs: `without` npu-ops, `with` it, and `against`: with it, but the functions that
-the tests compare others with are Megatron's, for otherwise they compare us with us. The exit status
-is 1 if a test passes only without npu-ops, or if no call reached it.
+There are three runs: `without` npu-ops, `with` it, and `against`. In `against` the functions to
+which tests compare others are Megatron's; otherwise tests would compare npu-ops with itself. The
+exit status is 1 if a test passes only without npu-ops, or if no call reached npu-ops.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FILES = (
     "transformer/test_transformer_block.py",
     "transformer/test_transformer_layer.py",
 )
-# Files with cases for two and for four ranks also run on four ranks.
+# These files have cases for two and four ranks, and run on four ranks too.
 RANKS = 4
 RANKED = ("ssm/test_gated_delta_net.py", "transformer/test_attention.py")
 PATIENCE = datetime.timedelta(minutes=1)
@@ -61,7 +61,7 @@ OPERATORS = (
     "bias_dropout_add",
     *counting.DELTA_NET,
 )
-RUNS = {"without": "all", "with": "", "against": ""}  # NPU_OPS_DISABLE
+RUNS = {"without": "all", "with": "", "against": ""}  # NPU_OPS_DISABLE of each run
 REFERENCES = (
     ("megatron.core.fusions.fused_bias_dropout", "bias_dropout_add_unfused"),
     ("megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd"),
@@ -72,7 +72,7 @@ REFERENCES = (
 
 
 class OnCpu(ast.NodeTransformer):
-    """`torch.cuda.f()`, `x.cuda(0)`, `device="cuda"` and `x.is_cuda`, with the CPU instead."""
+    """Replaces CUDA by the CPU: `torch.cuda.f()`, `x.cuda(0)`, `device="cuda"` and `x.is_cuda`."""
 
     STRINGS: typing.ClassVar = {
         **{"cuda": "cpu", "cuda:": "cpu:", "cuda:0": "cpu", "nccl": "gloo"},
@@ -91,7 +91,7 @@ class OnCpu(ast.NodeTransformer):
 
     def visit_Call(self, node):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
-            node.args, node.keywords = [], []  # which device: `x.cpu()` does not ask
+            node.args, node.keywords = [], []  # `x.cpu()` takes no device
         return self.generic_visit(node)
 
     def visit_keyword(self, node):
@@ -106,7 +106,7 @@ class OnCpu(ast.NodeTransformer):
 
 class Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):
-        """From the source each time: what is in __pycache__ still says CUDA."""
+        """Compile the source each time: cached code in __pycache__ still has CUDA."""
         path = self.get_filename(fullname)
         tree = OnCpu().visit(ast.parse(self.get_data(path), path))
         return compile(tree, path, "exec", dont_inherit=True)
@@ -123,7 +123,7 @@ def read_on_cpu(checkout: pathlib.Path) -> None:
 
 
 def complete_torch_cpu() -> None:
-    """Give `torch.cpu` what is asked of `torch.cuda`; the rest, e.g. types, it has from there."""
+    """Give `torch.cpu` what `torch.cuda` has; other names, e.g. types, are torch.cuda's own."""
     import torch
 
     here = torch.cpu.current_device()
@@ -146,7 +146,7 @@ def complete_torch_cpu() -> None:
 
 
 class NoTriton:
-    """In place of Triton's driver, which upstream's @triton.autotune wants at import."""
+    """Replaces Triton's driver, which upstream's @triton.autotune needs at import."""
 
     @staticmethod
     def get_benchmarker():
@@ -172,14 +172,14 @@ def without_triton() -> None:
 
 
 def without_python_312() -> None:
-    """Upstream's main imports this from `typing`."""
+    """Define `typing.override`, which upstream's main branch imports."""
     import typing_extensions
 
     typing.override = typing_extensions.override
 
 
 def without_transformer_engine() -> None:
-    """Layers of Megatron's own modules, where a test asks for Transformer Engine's."""
+    """Use Megatron's own layers where a test requests Transformer Engine's."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     for kind in ("spec", "submodules"):
@@ -195,14 +195,14 @@ def without_transformer_engine() -> None:
     make = WrappedTorchNorm.__new__
 
     def norm(cls, config, *args, **options):
-        # Sequence parallelism changes which rank adds up a norm's gradients, not the result.
+        # Sequence parallelism changes which rank sums a norm's gradients, but not the result.
         config = copy.copy(config)
         config.sequence_parallel = False
         return make(cls, config, *args, **options)
 
     WrappedTorchNorm.__new__ = staticmethod(norm)
 
-    # Activation recomputation asks Transformer Engine whether fp8 is on, even in bf16.
+    # Activation recomputation asks Transformer Engine whether fp8 is on, even for bf16.
     off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
     random.FP8GlobalStateManager = getattr(random, "FP8GlobalStateManager", off)
     for name in ("activation_recompute_forward", "fp8_autocast"):
@@ -211,16 +211,16 @@ def without_transformer_engine() -> None:
 
 
 def local_provider() -> type:
-    """Modules of the same arguments as Transformer Engine's, for layers of linear attention.
+    """Return modules with the arguments of Transformer Engine's, for linear attention layers.
 
-    Its projection also normalises its input; this one does not, in no run.
+    Transformer Engine's projection also normalises its input; this one does not, in any run.
     """
     import torch
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     class Centred(torch.nn.RMSNorm):
-        """The weight is kept less one."""
+        """The stored weight is the factor minus 1."""
 
         def reset_parameters(self):
             torch.nn.init.zeros_(self.weight)
@@ -245,19 +245,19 @@ def local_provider() -> type:
 
 
 def without_triton_updates() -> None:
-    """Megatron writes a server's pools of states by a Triton kernel alone: here by torch."""
+    """Write a server's state pools with torch; Megatron has only a Triton kernel for it."""
     with contextlib.suppress(ImportError):
         name = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
         importlib.import_module(name).tensor_masked_update = masked_update
 
 
 def masked_update(states, idx, new_states) -> None:
-    """Rows of -1 are left out; a kernel's store converts."""
+    """Skip rows of -1, and convert to the pool's dtype as a kernel's store does."""
     states[idx[idx >= 0].long()] = new_states[idx >= 0].to(states.dtype)
 
 
 def with_little_patience() -> None:
-    """A rank that fails leaves the others waiting, half an hour if nobody says less."""
+    """Shorten the timeout: if a rank fails, the others wait for half an hour by default."""
     from torch import distributed
 
     def hasty(function):
@@ -272,7 +272,7 @@ def with_little_patience() -> None:
 
 
 def with_closed_groups() -> None:
-    """Close the process groups of each finished test: gloo keeps threads for every open group."""
+    """Close each finished test's process groups: gloo keeps threads for every open group."""
     from megatron.core import parallel_state
     from torch import distributed
 
@@ -290,22 +290,22 @@ def with_closed_groups() -> None:
 
 
 def with_references() -> None:
-    """Put Megatron's own function back where its tests expect another to do the same."""
+    """Restore Megatron's own functions to which its tests compare others."""
     for module, name in REFERENCES:
         module = importlib.import_module(module)
         setattr(module, name, inspect.unwrap(getattr(module, name)))
 
 
 class Fixtures:
-    """The fixtures of upstream's conftest.py that the tests ask for by name."""
+    """The fixtures of upstream's conftest.py that tests request by name."""
 
     @pytest.fixture(scope="session")
     def tmp_path_dist_ckpt(self):
-        """A folder for checkpoints that all ranks share."""
+        """Return a folder for checkpoints that all ranks share."""
         return pathlib.Path.cwd() / "checkpoints"
 
 
-# One run, in a process of its own
+# One run, in another process
 
 
 def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) -> None:
@@ -321,8 +321,9 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
         with_references()
     record = runs.Record(OPERATORS)
     record.count_calls()
-    # Upstream's conftest.py is not used, because it downloads data; nor are its settings. pytest
-    # must not rewrite assertions, because it would then bypass our loader.
+    # Upstream's conftest.py is left out, because it downloads data, and so are its settings. pytest
+    # must
+    # not rewrite assertions, as that would bypass our loader.
     root = checkout / TESTS
     options = ["-q", "--noconftest", "--assert=plain", "--continue-on-collection-errors"]
     options += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={root}"]
@@ -334,7 +335,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
 def run(name: str, checkout: pathlib.Path, files: list[str], ranks: int) -> dict:
     settings = {
         "NPU_OPS_DISABLE": RUNS[name],
-        "TORCH_COMPILE_DISABLE": "1",  # minutes, and without npu-ops only
+        "TORCH_COMPILE_DISABLE": "1",  # it takes minutes, and only without npu-ops
         "MASTER_PORT": str(free_port()),
     }
     return runs.run(__file__, name, checkout, files, checkout, settings, ranks)
@@ -349,7 +350,8 @@ def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of Megatron-LM")
     parser.add_argument("files", nargs="*", help=f"in its {TESTS}; for four ranks, if in RANKED")
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # which one, and its report
+    # the run's name, and its report's file
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     if options.run:
@@ -365,7 +367,8 @@ def main() -> int | None:
 
 
 def compared(checkout: pathlib.Path, files: list[str], ranks: int) -> int:
-    """Several ranks run each file by itself: one that leaves a rank waiting ends it for all."""
+    """Run and compare. With several ranks each file runs alone: a waiting rank
+    would end all tests."""
     groups = [files] if ranks == 1 else [[file] for file in files]
     reports = {}
     for name in RUNS:

@@ -3,17 +3,19 @@
     git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
     python tests/adapters/upstream_mindspeed.py MindSpeed --megatron 0.16.1
 
-`--megatron` is a release that tests/adapters/fetch_megatron.py has fetched, or a folder: a clone of
-Megatron-LM for branches that need megatron.training. What MindSpeed imports and a machine without
-an NPU lacks (torch_npu, torchair, ...) is stood in for by modules whose every attribute is a
-stand-in; no file is changed. core_r0.18 imports MegatronAdaptor, which gives Megatron Transformer
-Engine's names: without `--adaptor`, a clone of it, both are stood in for, Transformer Engine by
-classes that do nothing. The exit status is 1 if a check fails.
+`--megatron` is a release that tests/adapters/fetch_megatron.py downloaded, or a folder: a clone of
+Megatron-LM for branches that need megatron.training. Modules that MindSpeed imports and a machine
+without an NPU lacks (torch_npu, torchair, ...) are replaced by stand-ins with any attribute; no
+file
+is changed. core_r0.18 imports MegatronAdaptor, which gives Megatron Transformer Engine's names.
+Without `--adaptor`, a clone of it, both have stand-ins; Transformer Engine's are empty classes. The
+exit status is 1 if a check fails.
 
-`--train gpt`, or `gpt hybrid` where Megatron has Gated Delta Net, goes on to train small models
-through what MindSpeed makes of Megatron, after `repatch`, without npu-ops and with it, on the
-emulated NPU and its real torch_npu, which `npu-ops emulate --status` speaks of. Losses must agree,
-and npu-ops must have computed them.
+`--train gpt`, or `gpt hybrid` if Megatron has Gated Delta Net, then trains small models with the
+Megatron that MindSpeed patched, after `repatch`, without and with npu-ops. It runs on the emulated
+NPU with its real torch_npu; see `npu-ops emulate --status`. Losses must agree, and npu-ops must
+have
+been called.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ STANDS_IN = ("torch_npu", "torchair", "acl", "hccl", "pydantic", "six", "tqdm")
 OF_ADAPTOR = (
     "megatron_adaptor",
     "transformer_engine",
-)  # its names; before, MindSpeed made them
+)  # MegatronAdaptor's names; before it MindSpeed made them
 
 OPERATORS = {
     "gpt": upstream_bridge.OPERATORS,
@@ -58,14 +60,12 @@ OPERATORS = {
 
 
 class Classes(types.ModuleType):
-    """A module of classes, from which Megatron's layers can derive; the rest are modules like it,
-    once they are imported.
-    """
+    """A module of classes from which Megatron's layers can derive; submodules are like it."""
 
     __version__, __path__, __file__ = "2.2.0", (), "transformer_engine"
 
     def __getattr__(self, name):
-        if name == "ops":  # of transformer_engine.pytorch, in Megatron's annotations from 0.17 on
+        if name == "ops":  # Megatron's annotations use transformer_engine.pytorch.ops from 0.17 on
             return importlib.import_module(f"{self.__name__}.ops")
         if not name.lstrip("_")[:1].isupper():
             raise AttributeError(name)
@@ -74,7 +74,7 @@ class Classes(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of some names that are not installed; an attribute is whatever is wanted."""
+    """Finds modules with these names that are not installed; they have any attribute."""
 
     def __init__(self, names: tuple[str, ...]):
         self._names = names
@@ -96,7 +96,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in() -> None:
-    """For what MindSpeed and Megatron import, and is not here."""
+    """Install stand-ins for modules that MindSpeed and Megatron import and this machine lacks."""
     upstream_megatron.without_python_312()
     source = pathlib.Path(importlib.util.find_spec("mindspeed").origin).read_text()
     on_adaptor = "import megatron_adaptor" in source
@@ -104,11 +104,11 @@ def stand_in() -> None:
     sys.meta_path.append(StandIns(STANDS_IN + (OF_ADAPTOR if on_adaptor else ())))
     if on_adaptor:
         importlib.import_module("transformer_engine.common.recipe")
-    sys.argv[1:] = []  # which MindSpeed parses
+    sys.argv[1:] = []  # MindSpeed parses these
 
 
 def without_torchair() -> None:
-    """torch_npu's own lacks a library of CANN here; MindSpeed imports it."""
+    """Replace torch_npu's torchair, which MindSpeed imports: it needs a library of CANN."""
     importlib.import_module("torch_npu.dynamo")
     for module in [module for module in sys.modules if module.partition(".")[0] == "torchair"]:
         del sys.modules[module]
@@ -126,11 +126,11 @@ def run(order: str) -> None:
 
 
 def train(name: str) -> None:
-    """Three steps on an NPU; prints the losses and the calls to npu_ops' operators."""
+    """Train for three steps on an NPU; print the losses and the calls of npu-ops's operators."""
     without_torchair()
     stand_in()
     importlib.import_module("mindspeed.megatron_adaptor").repatch({"context_parallel_size": 1})
-    if env.settings.disable:  # MindSpeed's own delta rule takes bf16 alone; Megatron's, fp32 too
+    if env.settings.disable:  # MindSpeed's delta rule takes only bf16, Megatron's also fp32
         demo_model.lacks_kernels = lambda: True
     calls = counting.count_calls(OPERATORS[name])
     demo_model.start("npu")
@@ -153,7 +153,7 @@ def train(name: str) -> None:
 def trained(
     name: str, clone: pathlib.Path, megatron: pathlib.Path, disabled: str
 ) -> tuple[list, dict]:
-    """The losses, and the calls."""
+    """Return the losses, and the operators' calls."""
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_emulator", "--", "python", __file__, "--run", name],
         env=environment(HERE, clone, megatron, NPU_OPS_DISABLE=disabled),
@@ -175,7 +175,7 @@ def same_training(name: str, clone: pathlib.Path, megatron: pathlib.Path) -> boo
 
 
 def report(clone: pathlib.Path, megatron: pathlib.Path, adaptor, order: str) -> dict:
-    """What went wrong in each check, or None."""
+    """Return the error of each check, None if it passed."""
     folders = [HERE, clone, megatron, *([adaptor] if adaptor else [])]
     early = "0" if order == "late" else "1"
     done = subprocess.run(

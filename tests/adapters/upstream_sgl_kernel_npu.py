@@ -1,14 +1,15 @@
-"""Runs sgl-kernel-npu's own tests; npu-ops computes what sgl-kernel-npu's operators would.
+"""Runs sgl-kernel-npu's own tests, with npu-ops in place of its operators.
 
     git clone https://github.com/sgl-project/sgl-kernel-npu
     python tests/adapters/upstream_sgl_kernel_npu.py sgl-kernel-npu
 
-The argument is a clone of upstream's repository; no file of it is changed or copied. Its package,
-which needs a build for an NPU, is replaced by modules whose functions call npu-ops, and so are its
-operators in `torch.ops.npu`. The command starts itself again under `npu-ops emulate`. Some of its
-tests are scripts; their cases run one by one.
+The argument is a clone of upstream's repository; none of its files is changed or copied. Its
+package
+must be built for an NPU, so modules whose functions call npu-ops replace it, and its operators in
+`torch.ops.npu`. The command restarts itself under `npu-ops emulate`. Some tests are scripts; their
+cases run one by one.
 
-The exit status is 1 if a test fails for a reason that is not in KNOWN, or if none reached npu-ops.
+The exit status is 1 if a test fails for a reason not in KNOWN, or if none called npu-ops.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FILES = (
     "test_split_qkv_rmsnorm_rope.py",
 )  # fmt: skip
 NO_BIAS = "qk_norm_rope: got a bias behind the norm, needs None"
-# A part of a failure's message, and its meaning.
+# Part of a failure's message, and its meaning.
 KNOWN = {
     "with W 2 to 8": "filters of more than 8 taps are refused",
     NO_BIAS: "a bias behind the norm of q and k is refused, which no Qwen3 model has",
@@ -89,7 +90,7 @@ def recurrent_gated_delta_rule(
     mix_qkv, recurrent_state, beta, scale, actual_seq_lengths, ssm_state_indices, nk, nv,
     intermediate_state=None, cache_indices=None, num_accepted_tokens=None, g=None, gk=None,
 ):  # fmt: skip
-    """With intermediate states it begins with what the pool has, in the first of them."""
+    """With intermediate states, the first of them starts from the pool's state."""
     import npu_ops
 
     state = recurrent_state
@@ -148,7 +149,7 @@ def split_qkv_rmsnorm_rope(
 
 
 def replace_upstream() -> None:
-    """Modules and operators of the names that the tests import and call."""
+    """Replace the modules and operators that the tests import and call."""
     from npu_ops_adapters.sglang import split_gated_qkv
 
     make("sgl_kernel_npu")
@@ -174,11 +175,11 @@ def replace_upstream() -> None:
     for name, arguments in OPERATORS.items():
         library.define(f"{name}({arguments}) -> Tensor")
         library.impl(name, globals()[name], "PrivateUse1")
-    replace_upstream.library = library  # which forgets its operators when it goes
+    replace_upstream.library = library  # a library drops its operators when it is freed
 
 
 def make(name: str, **members) -> None:
-    """Put a module with these members into sys.modules, and packages around it."""
+    """Put a module with these members into sys.modules, with its parent packages."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
@@ -190,7 +191,7 @@ def make(name: str, **members) -> None:
 
 
 class Record(runs.Record):
-    """Of one script's cases too. test_conv1d_update.py prints what went wrong, and passes."""
+    """Also records a script's cases. test_conv1d_update.py passes even if it prints an error."""
 
     def pytest_runtest_logreport(self, report):
         super().pytest_runtest_logreport(report)
@@ -199,7 +200,7 @@ class Record(runs.Record):
             self.tests[report.nodeid] = ("failed", wrong[0])
 
     def case(self, file: str, name: str, function, *args, **kwargs) -> None:
-        """Run a case of a script."""
+        """Run one case of a script and record its outcome."""
         self._file, outcome, why = file, "passed", ""
         try:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -212,7 +213,7 @@ class Record(runs.Record):
 
 
 def run_scripts(record: Record) -> None:
-    """The cases of tests that are scripts, as their `main` would run them."""
+    """Run the cases of tests that are scripts, as their `main` would."""
     for name in ("test_conv1d_prefill", "test_fused_gdn_gating_without_sigmoid"):
         script = importlib.import_module(name)
         run_case, file = script.run_positive_case, f"{name}.py"
@@ -235,7 +236,7 @@ def run_scripts(record: Record) -> None:
 
 
 def recurrent(script, given) -> bool:
-    """A case as the script's `run_cases` runs it."""
+    """Run a case as the script's `run_cases` does; return whether it is right."""
     b, mtp, dk, dv, nk, nv = given["shape"]
     beta, scale, g, accepted, gk = given["option"]
     case = script.TestCase(

@@ -3,11 +3,11 @@
     git clone https://github.com/huggingface/transformers
     python tests/adapters/upstream_transformers.py transformers
 
-Transformers itself is that of the clone, with the packages that it asks for, installed once to a
-folder under .cache. No file of the clone is changed. What needs a GPU, a checkpoint or a download
-is skipped or fails in both runs, and is listed with its reason.
+transformers itself is the clone's, installed once with its requirements to a folder in .cache. No
+file of the clone is changed. Tests that need a GPU, a checkpoint or a download are skipped or fail
+in both runs, and are listed with their reasons.
 
-The exit status is 1 if a test passes only without npu-ops, or if no call reached it.
+The exit status is 1 if a test passes only without npu-ops, or if no call reached npu-ops.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FILES = tuple(
     f"tests/models/{family}/test_modeling_{family}.py"
     for family in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 )
-RUNS = {"without": "all", "with": ""}  # NPU_OPS_DISABLE
-# Packages that its tests import, in addition to those that transformers requires.
+RUNS = {"without": "all", "with": ""}  # NPU_OPS_DISABLE of each run
+# Packages that the tests import beyond those that transformers requires.
 MORE = ("datasets", "parameterized", "pillow", "numpy<2.4")
-# Tests of FSDP and of tensor parallelism need it. It requires a torch, which is installed already.
+# Tests of FSDP and tensor parallelism need it. It requires torch, which is already installed.
 WITHOUT_TORCH = ("accelerate",)
 
 
 def installed(checkout: pathlib.Path) -> pathlib.Path:
-    """A folder with the clone's transformers, and no torch."""
+    """Return a folder with the clone's transformers, without torch."""
     commit = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"],
         check=True, capture_output=True, text=True,
@@ -70,7 +70,8 @@ def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of transformers")
     parser.add_argument("files", nargs="*", default=FILES, help="of its tests")
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # which one, and its report
+    # the run's name, and its report's file
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     if options.run:

@@ -1,14 +1,14 @@
-"""Runs vllm-ascend's own tests of Gated Delta Net; npu-ops computes what its operators would.
+"""Runs vllm-ascend's own tests of Gated Delta Net, with npu-ops in place of its operators.
 
     git clone https://github.com/vllm-project/vllm-ascend
     python tests/adapters/upstream_vllm_ascend.py vllm-ascend
 
-The argument is a clone of upstream's repository; no file of it is changed or copied. Its Triton
-functions are those of npu-ops' adapter, and its AscendC operators in `torch.ops._C_ascend` call
-npu-ops. What its tests compare with is its own PyTorch. The command starts itself again under
-`npu-ops emulate`. Tests that upstream skips because its kernels fail are run too.
+The argument is a clone of upstream's repository; none of its files is changed or copied. Its Triton
+functions are replaced by those of npu-ops's adapter, and its AscendC operators in
+`torch.ops._C_ascend` call npu-ops. The tests compare with upstream's own PyTorch code. The command
+restarts itself under `npu-ops emulate`. Tests that upstream skips because its kernels fail run too.
 
-The exit status is 1 if a test fails for a reason that is not in KNOWN, or if none reached npu-ops.
+The exit status is 1 if a test fails for a reason not in KNOWN, or if none called npu-ops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILES = (
     "triton/test_chunk_gated_delta_rule.py", "triton/test_fused_gdn_gating.py",
     "triton/test_fused_recurrent_gated_delta_rule.py", "triton/test_l2norm.py",
 )  # fmt: skip
-# A part of a test's name, and the reason why it fails.
+# Part of a test's name, and the reason why the test fails.
 KNOWN = {
     "test_fused_recurrent_gated_delta_rule_310p_parity_precision": "the test rounds normalised "
     "queries and keys to bf16 for the operator alone, and allows 1e-2 (upstream skips it)",
@@ -52,7 +52,7 @@ def npu_causal_conv1d_custom(
     output, x, weight, *, conv_state, bias_opt, query_start_loc_opt, cache_indices_opt,
     initial_state_mode_opt, num_accepted_tokens_opt, activation_mode, pad_slot_id, run_mode,
 ):  # fmt: skip
-    """run_mode 0: a prefill; 1: new tokens, after as many accepted ones."""
+    """run_mode 0 is a prefill; 1 adds tokens after num_accepted_tokens accepted ones."""
     import npu_ops
 
     activation = "silu" if activation_mode else None
@@ -75,14 +75,15 @@ def npu_recurrent_gated_delta_rule(
     query, key, value, state, *, beta, scale, actual_seq_lengths, ssm_state_indices,
     num_accepted_tokens=None, g=None, gk=None,
 ):  # fmt: skip
-    """actual_seq_lengths begins with 0; ssm_state_indices has a slot for each token."""
+    """actual_seq_lengths starts with 0; ssm_state_indices has a slot per token."""
     import npu_ops
 
     lengths = actual_seq_lengths[1:].tolist()
     slots = torch.nn.utils.rnn.pad_sequence(
         list(ssm_state_indices.cpu().split(lengths)), batch_first=True, padding_value=-1
     )
-    one = (slots == slots[:, :1]).logical_or(slots == -1).all()  # a slot for a whole sequence
+    # whether each sequence has one slot
+    one = (slots == slots[:, :1]).logical_or(slots == -1).all()
     return npu_ops.gated_delta_rule_update(
         (query, key, value), g, beta, None, None, state,
         (slots[:, 0] if one else slots).to(state.device), state_v_first=True,
@@ -92,7 +93,7 @@ def npu_recurrent_gated_delta_rule(
 
 
 def replace_upstream(checkout: pathlib.Path) -> None:
-    """Modules and operators of the names that the tests import and call."""
+    """Replace the modules and operators that the tests import and call."""
     from npu_ops_adapters.vllm import (
         causal_conv1d,
         causal_conv1d_update,
@@ -105,7 +106,7 @@ def replace_upstream(checkout: pathlib.Path) -> None:
     make("vllm_ascend", folder=checkout / "vllm_ascend")
     make("vllm_ascend.ops")
     make("vllm_ascend.utils", enable_custom_op=lambda: True)
-    for part in ("_310p", "_310p.ops", "_310p.ops.fla"):  # whose modules are upstream's
+    for part in ("_310p", "_310p.ops", "_310p.ops.fla"):  # packages with upstream's modules
         make(f"vllm_ascend.{part}", folder=checkout / "vllm_ascend" / part.replace(".", "/"))
     make(f"{triton}.triton_utils", init_device_properties_triton=lambda: None)
     make(
@@ -130,11 +131,11 @@ def replace_upstream(checkout: pathlib.Path) -> None:
     for name, arguments in OPERATORS.items():
         library.define(f"{name}({arguments}")
         library.impl(name, globals()[name], "PrivateUse1")
-    replace_upstream.library = library  # which forgets its operators when it goes
+    replace_upstream.library = library  # a library drops its operators when it is freed
 
 
 def make(name: str, folder: pathlib.Path | None = None, **members) -> None:
-    """Put a module with these members into sys.modules, and packages around it."""
+    """Put a module with these members into sys.modules, with its parent packages."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
@@ -147,7 +148,7 @@ def make(name: str, folder: pathlib.Path | None = None, **members) -> None:
 
 
 class Record(runs.Record):
-    """Also runs what upstream skips."""
+    """Also runs tests that upstream skips."""
 
     def pytest_collection_modifyitems(self, items):
         for item in items:

@@ -1,7 +1,7 @@
-"""On the emulated NPU: verl's own `apply_npu_patches()` beside npu-ops, and Qwen3 under both.
+"""On the emulated NPU: verl's own `apply_npu_patches()` with npu-ops, and Qwen3 under both.
 
-Prints where the patches of npu-ops stand, whose SwiGLU it is, and the loss with the norm of its
-gradients on the NPU and on the CPU, where nothing is replaced.
+Prints the states of npu-ops's patches, whose SwiGLU is in place, and the loss and gradient norm on
+the NPU and on the unpatched CPU.
 """
 
 from __future__ import annotations

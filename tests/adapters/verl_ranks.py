@@ -1,9 +1,9 @@
-"""Ulysses, verl's own, on two ranks with gloo: attention and Gated Delta Net against one rank.
+"""verl's own Ulysses on two ranks with gloo: attention and Gated Delta Net against one rank.
 
 python verl_ranks.py STORE RANK    in two processes
 
-Prints the largest error of outputs and gradients, of the largest number of each, and what was
-refused.
+Prints the largest error of outputs and gradients, relative to the largest number of each, and the
+refused calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rows(*shape):
 
 
 def span(x, tokens: int):
-    """This rank's part of all tokens."""
+    """Return this rank's part of all tokens."""
     return x.chunk(RANKS, dim=tokens)[dist.get_rank()]
 
 
@@ -44,7 +44,7 @@ def error(actual, expected) -> float:
 
 
 def attention(heads: int, key_heads: int, mask) -> dict[str, float]:
-    """Outputs and gradients of this rank's span; the key heads are fewer, or fewer than ranks."""
+    """Return the errors of this rank's outputs and gradients; key heads may be fewer than ranks."""
     shapes = (heads, key_heads, key_heads)
     whole = [rows(1, n, sum(LENGTHS), WIDTH).requires_grad_() for n in shapes]
     mine = [span(x.detach(), 2).clone().requires_grad_() for x in whole]
@@ -76,7 +76,7 @@ def gradients(module, hidden) -> dict[str, torch.Tensor]:
 
 
 def whole_delta_net(hidden, chain):
-    """transformers' own, one sequence after the other."""
+    """Run transformers' own layer, one sequence at a time; return outputs and gradients."""
     module, hidden = layer(), hidden.clone().requires_grad_()
     outs = [module(hidden[:, a:b]) for a, b in zip(STARTS[:-1], STARTS[1:], strict=True)]
     out = torch.cat(outs, dim=1)
@@ -93,7 +93,8 @@ def packed_delta_net(hidden, chain):
 
 
 def delta_net() -> dict[str, dict[str, float]]:
-    """On one rank, and on two: parameters' gradients are the sum of both ranks'."""
+    """Return the errors on one rank and on two; parameters' gradients are summed
+    over both ranks."""
     hidden, chain = rows(1, sum(LENGTHS), 32), rows(1, sum(LENGTHS), 32) + 1
     npu_ops_adapters.revert()
     expected = whole_delta_net(hidden, chain)
@@ -113,7 +114,7 @@ def delta_net() -> dict[str, dict[str, float]]:
 
 
 def text_model(spread: bool, axes: int):
-    """Qwen3-VL's text model on 24 tokens, two sequences, by positions of `axes` rows."""
+    """Run Qwen3-VL's text model on 24 tokens, two sequences, with positions of `axes` rows."""
     torch.manual_seed(0)
     config = Qwen3VLTextConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -138,7 +139,7 @@ def qwen3_vl_text() -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
-    """What would be computed within the span alone."""
+    """Return the refusals of calls that would only see this rank's part."""
     q, k, v = (rows(1, 4, sum(LENGTHS) // RANKS, WIDTH) for _ in range(3))
     mask = torch.ones(1, 1, q.shape[2], q.shape[2], dtype=torch.bool)
     call, given = ALL_ATTENTION_FUNCTIONS["npu_ops"], {"position_ids": span(POSITIONS, 1)}

@@ -1,4 +1,4 @@
-"""Runs a module of vllm_npu in a process of its own, on the emulated NPU."""
+"""Run a module of vllm_npu in another process, on the emulated NPU."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from processes import environment
 
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # for which vLLM keeps a Triton that has no device yet
+    "CUDA_VISIBLE_DEVICES": "",  # with it vLLM keeps a Triton that has no device yet
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DISABLE_COMPILE_CACHE": "1",  # compiled models hold functions of npu-ops
+    "VLLM_DISABLE_COMPILE_CACHE": "1",  # compiled models contain functions of npu-ops
     "HF_HUB_OFFLINE": "1",
 }
 EMULATED = (sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python")
 
 
 def run(module: str, *arguments, command=(sys.executable,), in_vllm=True, **changes):
-    """The lines of JSON that it prints, and all that it says.
+    """Return the lines of JSON that the module prints, and all its output.
 
-    in_vllm: with vLLM and the transformers that it needs, else with this environment's.
+    in_vllm: run with vLLM and the transformers that it needs, else in this environment.
 
     Raises:
-        RuntimeError: it failed; the end of what it said.
+        RuntimeError: it failed; the message is the end of its output.
     """
     folders = (fetch_vllm.engine(), fetch_vllm.tree()) if in_vllm else ()
     done = subprocess.run(

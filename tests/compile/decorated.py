@@ -1,4 +1,4 @@
-"""Kernels as the peers write them: under decorators, with constants that nobody gives by hand."""
+"""Kernels like those in other libraries: under decorators, with constants that these compute."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Kernels that have what `npu-ops compile` reports, and no more."""
+"""Small kernels, each with one thing that `npu-ops compile` reports."""
 
 import triton
 import triton.language as tl
@@ -39,7 +39,7 @@ def random(x, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def between(x, out, BLOCK: tl.constexpr):
-    """Elements 1 to 4: the mask has a constant on both sides of the index."""
+    """Add 1 to elements 1 to 4. The mask compares the index with constants on both sides."""
     at = tl.arange(0, BLOCK)
     mask = (at > 0) & (at < 5)
     tl.store(out + at, tl.load(x + at, mask=mask, other=0.0) + 1, mask=mask)

@@ -1,4 +1,4 @@
-"""Every Triton kernel through the vendor's compiler: it compiles, in vectors, double-buffered."""
+"""The vendor's compiler takes every Triton kernel: vector instructions, double buffering."""
 
 import dataclasses
 import inspect
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def compile_reports(*arguments):
-    """The rows of `npu-ops compile`, and its exit status."""
+    """Return the rows of `npu-ops compile`, and its exit status."""
     found = CliRunner().invoke(app, ["compile", *arguments, "--json"])
     assert found.stdout, found.stderr
     return json.loads(found.stdout), found.exit_code
@@ -41,15 +41,17 @@ def check(rows):
     for row in rows:
         assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
         assert row["scalar_loops"] == row["unread_masks"] == [] and row["multi_buffer"]
-        multiplies = row["kernel"] in ("products_kernel", "_linear_kernel")  # matrix unit alone
+        # it uses the cube core only
+        multiplies = row["kernel"] in ("products_kernel", "_linear_kernel")
         assert (row["ub_bytes"] > 0 or multiplies) and row["ub_bytes"] <= ub_bytes(row["soc"])
-        makes = row["kernel"] in ("_keep_kernel", "_one_length_kernel")  # all that it stores
+        # it computes all that it stores
+        makes = row["kernel"] in ("_keep_kernel", "_one_length_kernel")
         assert row["vector"] > 0 or multiplies
         assert (row["loaded"] > 0 or makes) and row["stored"] > 0
 
 
 def test_a_row_that_fits_in_a_tile_is_read_once():
-    """The loads of both loops over its columns are one; a wider row is read twice."""
+    """Its two loops over the columns share one load; a wider row is read twice."""
     rows, _ = compile_reports(
         "l2norm", "--dtype=bfloat16", "--case=wide-4096", "--case=wide-20000",
         *(f"--soc={soc}" for soc in SOCS),
@@ -63,10 +65,10 @@ def test_a_row_that_fits_in_a_tile_is_read_once():
     }
 
 
-# The tests of ops compile for the chip of the emulated NPU. Here only the last case of each op is
-# compiled for it, to look at the compiler's output; for the next generation, the two ops that have
-# tiles of their own there. `make test-all` compiles everything: every branch, fp32, the other ops,
-# and the chip that differs only in its name.
+# The tests of ops already compile for the chip of the emulated NPU. Here only each op's last case
+# is compiled for it, to inspect the output. For the next generation the two ops with tile sizes of
+# their own there are compiled. `make test-all` compiles everything: every branch, fp32, the other
+# ops, and the chip that differs only in its name.
 def chips(op):
     yield op, SOCS[0], slice(-1, None)
     yield pytest.param(op, SOCS[0], slice(None, -1), marks=pytest.mark.slow)
@@ -85,7 +87,7 @@ def test_representative_kernels(op, soc, chosen):
 
 @pytest.mark.parametrize("op, case, soc", REFUSED)
 def test_what_a_compiler_refuses(op, case, soc):
-    """An entry and its sentence in docs/evidence/compilers.md can go when the compiler takes it."""
+    """If the compiler takes it, remove the entry here and in docs/evidence/compilers.md."""
     chosen = ("--case", case, "--soc", soc, "--dtype", "bfloat16")
     rows, status = compile_reports(op, *chosen)
     assert rows and all(REFUSED[op, case, soc] in row["faults"][0] for row in rows)
@@ -95,7 +97,7 @@ def test_what_a_compiler_refuses(op, case, soc):
 @pytest.mark.parametrize("soc", [SOCS[0], pytest.param(SOCS[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("state_v_first", [True, False])
 def test_segments_of_the_chunked_delta_rule(state_v_first, soc):
-    """Launched on more cores than this machine has."""
+    """The launches are planned for 24 cube and 48 vector cores."""
     q, gates = torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 4096, 2)
     inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates, "state_v_first": state_v_first}
     state = torch.zeros(1, 2, 128, 128) if state_v_first else None
@@ -121,12 +123,12 @@ def test_every_case(op, soc):
 
 
 def is_refused(row):
-    case, _, _ = row["case"].rpartition("-")  # behind it, the dtype
+    case, _, _ = row["case"].rpartition("-")  # the rest is the dtype
     return (row["op"], case, row["soc"]) in REFUSED
 
 
 def compiled_by(kernel, named: dict) -> tuple:
-    """What Triton compiles a kernel anew for: its arguments, as far as they are told apart."""
+    """Return the key by which Triton specialises a kernel for these arguments."""
     bound = inspect.signature(kernel.fn).bind(**named).arguments
     key = [kernel.fn.__name__]
     for parameter in kernel.params:
@@ -163,7 +165,7 @@ def test_one_compile_serves_20_lengths(op, function, case, monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", run)
     case = next(each for each in cases.of(op).CASES if each.name == case)
-    decodes = getattr(case, "mode", "") == "decode"  # more sequences of one token
+    decodes = getattr(case, "mode", "") == "decode"  # one token per sequence
     for tokens in range(2, 42, 2):
         sizes = {"tokens": tokens} | ({"sequences": tokens} if decodes else {})
         inputs = dataclasses.replace(case, **sizes).inputs(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`npu-ops compile` of a user's own kernels: what it finds, and what it says of mistakes."""
+"""`npu-ops compile` on a user's kernels: what it reports, and its messages for mistakes."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ RANDOM = {"x": "*fp32", "n": "i32"}
 
 
 def kernel(name, **constants):
-    """A launch of a kernel in kernels.py."""
+    """Return a launch of a kernel in kernels.py."""
     signature = {"add": ADD, "matmul": MATMUL, "random": RANDOM, "once": RANDOM,
                  "between": {"x": "*fp32", "out": "*fp32"}}[name]  # fmt: skip
     (launch,) = from_file(f"{FILE}::{name}", _pairs(signature), _pairs(constants))
@@ -34,7 +34,7 @@ def _pairs(values):
 
 
 def line(text):
-    """The number of the line of kernels.py that has `text`."""
+    """Return the number of the first line of kernels.py that contains `text`."""
     lines = FILE.read_text().splitlines()
     return next(number for number, code in enumerate(lines, 1) if text in code)
 
@@ -42,7 +42,7 @@ def line(text):
 def test_a_vector_kernel():
     report = tool.compile_launch(kernel("add", BLOCK=4096))
     assert (report.core, report.faults()) == ("vector", [])
-    # Two inputs and an output, each twice for double buffering; the compiler lets some share
+    # Two inputs and an output, each doubled for double buffering; the compiler lets some share
     # memory.
     assert 3 * 4096 * 4 <= report.ub_bytes <= 196608
     assert report.l1_bytes == report.l0c_bytes == 0
@@ -66,8 +66,8 @@ def test_a_mixed_kernel():
 def test_every_soc(soc):
     report = tool.compile_launch(kernel("add", BLOCK=4096), soc)
     assert (report.soc, report.faults()) == (soc, [])
-    # A kernel without a loop of its own has nothing to overlap; the loop that the compiler adds
-    # does not count.
+    # A kernel without a loop has nothing to overlap; the loop that the compiler adds does not
+    # count.
     assert tool.compile_launch(kernel("once", BLOCK=4096), soc).multi_buffer
 
 
@@ -101,7 +101,7 @@ def test_a_kept_report_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     launch = kernel("add", BLOCK=1024)
     first = tool.compile_launch(launch)
-    monkeypatch.setattr(vendor, "compile", None)  # it would fail
+    monkeypatch.setattr(vendor, "compile", None)  # must not be called
     again = tool.compile_launch(launch)
     assert first.seconds > 0 and again.seconds == 0
     assert first.bodies == again.bodies and first.ub_bytes == again.ub_bytes
@@ -166,13 +166,13 @@ SCALED = "x=*fp32,scale=*fp32,out=*fp32,n=i32:8192"
 
 
 def constants(name, signature, given=""):
-    """The constants of each launch of a kernel in decorated.py."""
+    """Return the constants of each launch of a kernel in decorated.py, and the launches."""
     launches = from_file(f"{DECORATED}::{name}", signature, given)
     return [dict(launch.constants) for launch in launches], launches
 
 
 def test_each_configuration_of_an_autotuner_is_compiled():
-    """With what heuristics make of its constants, of tensors and of numbers."""
+    """Heuristics compute more constants from these, from tensors and from numbers."""
     found, launches = constants("scaled", SCALED)
     assert found == [{"BLOCK": size, "SCALED": True, "WHOLE": True} for size in (512, 4096)]
     assert [launch.case for launch in launches][0] == "BLOCK=512, SCALED=True, WHOLE=True"
@@ -253,11 +253,11 @@ PACKAGE = {
 
 @pytest.mark.parametrize("first", [PACKAGE["__init__.py"], "VERSION = 1"])
 def test_a_kernel_inside_a_framework(tmp_path, first):
-    """A package's `__init__.py` runs only if it is needed; torch_npu and vllm have stand-ins."""
+    """A package's `__init__.py` runs only if the kernel needs it; torch_npu, vllm are stand-ins."""
     for name, text in (PACKAGE | {"__init__.py": first}).items():
         (tmp_path / "framework" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "framework" / name).write_text(textwrap.dedent(text))
-    if first == "VERSION = 1":  # then the packages can be imported, and one asks for it
+    if first == "VERSION = 1":  # importable, and sizes.py imports it
         ops = tmp_path / "framework/ops"
         (ops / "__init__.py").write_text("")
         (ops / "sizes.py").write_text("from framework import VERSION\nSIZE = 512")
@@ -304,7 +304,7 @@ def test_a_tool_that_is_killed_runs_again():
         return text
 
     assert vendor.retried(run, "module") == "module"
-    with pytest.raises(subprocess.CalledProcessError):  # an error is an error
+    with pytest.raises(subprocess.CalledProcessError):  # a failing import still raises
         vendor.retried(run, "module")
     assert next(statuses, None) is None
 
@@ -313,7 +313,7 @@ def test_a_tool_that_is_killed_runs_again():
     "said", ["ascendnpu-ir 1.0.0", "bishengir-compile version 0.1.0 (e4e2ba9841d1 2026-01-16)"]
 )
 def test_a_compiler_that_judges_nothing_is_refused(monkeypatch, said):
-    """ascendnpu-ir 1.0 starts CANN's hivmc for the plan of buffers."""
+    """ascendnpu-ir 1.0 leaves the buffer plan to CANN's hivmc, so it checks nothing here."""
     monkeypatch.setattr(vendor, "versions", lambda: f"triton-ascend 3.2.0, {said}")
     with pytest.raises(vendor.CompileError, match="install ascendnpu-ir 1.1 or newer"):
         vendor.compile("empty", "module {}", "Ascend910B3")

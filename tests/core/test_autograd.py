@@ -1,4 +1,4 @@
-"""Gradients of our operators are to autograd what gradients of torch's own are."""
+"""Our operators' gradients support what torch's own do: hooks, double backward and others."""
 
 import threading
 
@@ -89,7 +89,7 @@ def test_bias_dropout_add_has_a_second_gradient(p):
     out = npu_ops.bias_dropout_add(x, bias, residual, p, True)
     found = torch.autograd.grad(out, (x, bias, residual), grad, create_graph=True)
     (second,) = torch.autograd.grad(found[1].sum() + 2 * found[0].sum(), grad)
-    kept = (found[0] / grad).detach()  # the mask times its scale
+    kept = (found[0] / grad).detach()  # mask times scale
     assert torch.allclose(second, 3 * kept)
 
 
@@ -112,7 +112,7 @@ def test_an_output_that_nobody_used(used):
 
 
 def test_saved_tensors_go_through_hooks():
-    """Also when they come back with other strides."""
+    """Hooks may return saved tensors with other strides."""
     given, grad, packed = tensors(), torch.randn(3, 8), []
 
     def pack(x):

@@ -1,4 +1,4 @@
-"""Graphs that torch compiled with another npu-ops are not taken."""
+"""Graphs in torch's compile cache from another npu-ops version are not reused."""
 
 import pytest
 import torch

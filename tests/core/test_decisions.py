@@ -1,4 +1,4 @@
-"""An operator's decisions for calls with equal keys: the same results, and no tensor is kept."""
+"""Cached dispatch decisions, by call key: the same results as without, and no tensor is kept."""
 
 import gc
 
@@ -23,7 +23,7 @@ def known() -> list[Decision]:
 
 @pytest.fixture
 def chosen():
-    """Calls l2norm: which implementations ran."""
+    """Return a function that calls l2norm and returns the implementations that ran."""
     FORWARD._decisions._found.clear()
     names = []
 
@@ -43,7 +43,7 @@ def chosen():
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("op", ops())
 def test_a_decision_computes_what_the_first_call_does(op, device):
-    """With other numbers between them, and outputs and gradients that are NaN where not written."""
+    """Repeated calls give the first call's results. Unwritten elements would be NaN."""
     case = next(case for case in cases.of(op).CASES if not case.large)
     function, wrt = cases.function(op, case), cases.differentiable(op, case)
 
@@ -65,7 +65,7 @@ def test_a_decision_computes_what_the_first_call_does(op, device):
 def test_a_call_is_decided_once(chosen, monkeypatch):
     x = torch.randn(3, 8)
     chosen(x)
-    monkeypatch.setattr(FORWARD, "lay_out", None)  # whoever decides anew would call it
+    monkeypatch.setattr(FORWARD, "lay_out", None)  # a new decision would call it
     assert chosen(torch.randn(3, 8)) == ["cpu"]
 
 
@@ -101,7 +101,7 @@ def test_what_implementations_are_chosen_by_is_in_the_key(chosen):
 
 
 def test_a_copied_argument_is_copied_each_time(chosen):
-    """Its decision would read the first call's copy."""
+    """A cached decision would keep the first call's copy."""
     for _ in range(3):
         x = torch.randn(3, 16)[:, ::2]
         torch.testing.assert_close(npu_ops.l2norm(x), npu_ops.l2norm(x.contiguous()))
@@ -161,7 +161,7 @@ def test_a_key_tells_lists_and_missing_tensors_apart():
 
 
 def test_a_vendor_operator_that_is_asked_first_is_asked_each_time(monkeypatch):
-    """A tuned one comes first, wherever it stands, and may decline this call alone."""
+    """A preferred implementation may decline only some calls, so its decision is not cached."""
     monkeypatch.setattr(Table, "tables", {})
     monkeypatch.setattr(preferences, "implementations", {})
 

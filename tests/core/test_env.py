@@ -1,4 +1,4 @@
-"""The environment switches: how they read, and that ENVS.md says so."""
+"""The environment switches: how values are parsed, and that ENVS.md documents them."""
 
 import os
 import pathlib
@@ -127,7 +127,7 @@ def test_override_is_undone():
 
 
 def test_envs_md_is_generated_from_the_code():
-    """Else: python npu_ops/core/env.py > ENVS.md"""
+    """If it fails: python npu_ops/core/env.py > ENVS.md"""
     assert (ROOT / "ENVS.md").read_text() == env.markdown()
 
 

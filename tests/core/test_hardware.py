@@ -1,4 +1,4 @@
-"""Asking for an NPU: nothing raises, whatever state torch_npu is in."""
+"""Queries about the NPU never raise, whatever state torch_npu is in."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def backend(available=lambda: True, count=lambda: 2, name=lambda index: "Ascend9
 
 @pytest.fixture
 def npu(monkeypatch):
-    """Sets torch.npu; None takes it away."""
+    """Return a function that sets torch.npu; None removes it."""
 
     def put(value):
         if value is None:
@@ -73,7 +73,7 @@ def test_a_count_that_fails_the_second_time(npu):
 
 @pytest.mark.parametrize("imported", [False, True])
 def test_with_a_torch_npu_that_does_not_import(tmp_path, imported):
-    """As it is without CANN, where torch's own import of it is switched off."""
+    """torch_npu without CANN, with torch's automatic import of it turned off."""
     package = tmp_path / "torch_npu"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')\n")

@@ -1,4 +1,4 @@
-"""What `npu-ops tune` measured, as the registry takes it, and that ranks agree on it."""
+"""How the registry uses the table of `npu-ops tune`, and that all ranks must have the same one."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def row(op, implementation, bits, width=8, dtype="float32"):
 
 @pytest.fixture
 def prefer(tmp_path, monkeypatch):
-    """Writes a table for the CPU."""
+    """Return a function that writes a table for the CPU and returns its path."""
     monkeypatch.setattr(preferences, "cache", lambda: tmp_path)
 
     def write(*rows):
@@ -34,7 +34,7 @@ def prefer(tmp_path, monkeypatch):
 
 @pytest.fixture
 def table(monkeypatch):
-    """Two implementations for the CPU, of which the second declines widths above 8."""
+    """Return a table with two CPU implementations; the second declines widths above 8."""
     monkeypatch.setattr(Table, "tables", dict(Table.tables))
 
     def too_wide(x):
@@ -56,7 +56,7 @@ def test_what_was_fastest_runs_near_where_it_was_measured(prefer, table):
     assert x(4).numel().bit_length() == 6
     rows = {1: "second", 4: "second", 32: "second", 64: "reference", 2048: "reference"}
     assert {n: table.select(x(n)).name for n in rows} == rows
-    assert table.select(x(2**14)).name == "first"  # far from all: the order is its own
+    assert table.select(x(2**14)).name == "first"  # no row is near: the default order
     assert table.select(x(4, dtype=torch.float16)).name == "first"
 
 
@@ -121,7 +121,7 @@ NO_TABLES = {
 
 @pytest.mark.parametrize("text", NO_TABLES.values(), ids=NO_TABLES)
 def test_a_file_that_is_no_table_is_an_error(prefer, table, text):
-    """One sentence, with the file and what is to be done with it."""
+    """A short message names the file and says to remove it."""
     path = prefer()
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     preferences.forget()
@@ -152,7 +152,7 @@ def test_what_is_no_regular_file_is_an_error_and_not_waited_for(prefer, table, m
 
 
 def test_the_file_is_read_once(prefer, table, monkeypatch):
-    """By the fingerprint and by all calls together."""
+    """The fingerprint and all calls share one read."""
     prefer(row("op", "second", 6))
     read, reads = preferences.read, []
     monkeypatch.setattr(preferences, "read", lambda path: reads.append(path) or read(path))
@@ -200,7 +200,7 @@ def test_a_rank_with_another_table_is_told_so(prefer):
     preferences.agree(store, "cpu", 0, prints[0])
     with pytest.raises(RuntimeError, match="rank 1 has another table for cpu than rank 0"):
         preferences.agree(store, "cpu", 1, prints[1])
-    preferences.agree(store, "npu", 1, prints[1])  # of each type of device its own
+    preferences.agree(store, "npu", 1, prints[1])  # each device type has its own
 
 
 def test_the_first_call_in_a_group_settles_it(prefer, table, tmp_path):

@@ -1,4 +1,4 @@
-"""Which implementation runs, what is said about it, and what importing npu_ops costs."""
+"""Dispatch: which implementation runs, what is logged, and what importing npu_ops costs."""
 
 import contextlib
 import copy
@@ -26,14 +26,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No op is registered and nothing has been said."""
+    """Start with no registered op and an empty log."""
     monkeypatch.setattr(Table, "tables", {})
     monkeypatch.setattr(registry, "_explained", {})
     monkeypatch.setattr(log, "_said", set())
 
 
 def implementation(name, devices=(), reason=None, ran=None):
-    """An implementation that declines for `reason` and adds its name to `ran`."""
+    """Return an implementation that declines for `reason`, else adds its name to `ran`."""
     ran = [] if ran is None else ran
     return Implementation(
         name, lambda: lambda x: ran.append(name), frozenset(devices), lambda x: reason
@@ -154,7 +154,7 @@ def test_forced_implementation_that_is_not_there():
     [("ascendc", "too wide"), ("triton_ascend", "tensors are on cpu, it runs on cuda, npu")],
 )
 def test_forced_implementation_that_cannot_run(forced, reason):
-    """An error that says why; never another implementation instead."""
+    """The error says why, and no other implementation runs instead."""
     table = Table(
         "op",
         [
@@ -207,7 +207,7 @@ def test_strict_makes_a_fallback_an_error():
 
 
 def test_another_kernel_of_the_device_is_no_fallback(caplog):
-    """Two kernels may share a device's calls out between them."""
+    """Two kernels may each take a part of a device's calls."""
     kernels = [implementation("vendor", reason="too wide"), implementation("ours", ["cpu"])]
     table = Table("op", [*kernels, implementation("reference")])
     with env.override(strict=True):
@@ -231,7 +231,7 @@ def test_log_levels(level, lines, caplog):
 
 
 def test_a_call_is_logged_before_it_runs(caplog):
-    """So that the line survives a crash."""
+    """So the line survives a crash."""
 
     def crash(*args):
         raise RuntimeError(f"crashed after {len(caplog.records)} line")
@@ -241,7 +241,7 @@ def test_a_call_is_logged_before_it_runs(caplog):
         with pytest.raises(RuntimeError, match="crashed after 1 line"):
             table.run(torch.ones(2, 3, dtype=torch.bfloat16), None, "BSND", 0.5)
     assert caplog.messages == ["op(bfloat16[2, 3]@cpu, None, 'BSND', 0.5) -> cpu"]
-    assert caplog.records[0].levelno == logging.INFO  # a normal trace is no warning
+    assert caplog.records[0].levelno == logging.INFO  # a trace line, not a warning
 
 
 def test_a_program_decides_which_traces_it_wants(caplog):
@@ -253,7 +253,7 @@ def test_a_program_decides_which_traces_it_wants(caplog):
 
 @pytest.mark.parametrize("setup", ["", "logging.basicConfig(level='ERROR')"])
 def test_calls_are_shown_however_logging_was_set_up(setup):
-    """Once: on stderr itself if nothing handles records, else by what does."""
+    """Exactly once: to stderr if nothing handles log records, else through the handlers."""
     code = f"import logging, torch, npu_ops\n{setup}\nnpu_ops.l2norm(torch.ones(2, 4))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -289,7 +289,7 @@ def test_explain_rows():
 
 
 def public_calls():
-    """Arguments of every public function, made afresh."""
+    """Return new arguments for every public function, by name."""
     calls = {}
     for op in pkgutil.iter_modules(ops.__path__):
         package, cases = (
@@ -306,7 +306,7 @@ PUBLIC = pytest.mark.parametrize("name", public_calls())
 
 
 def ways(name):
-    """Nothing, or whether in place: what can be added to the arguments of a public function."""
+    """Return the settings of `inplace` to try; only {} if the function has none."""
     has_choice = "inplace" in inspect.signature(getattr(npu_ops, name)).parameters
     return [{"inplace": False}, {"inplace": True}] if has_choice else [{}]
 
@@ -315,13 +315,13 @@ IN_PLACE = pytest.mark.parametrize("name", [n for n in public_calls() if len(way
 WAYS = pytest.mark.parametrize("name, way", [(n, way) for n in public_calls() for way in ways(n)])
 
 
-# On CPUs torch computes these; on NPUs the vendor's operators come first.
+# On CPUs these may run torch's kernels; on NPUs the vendor's operators come first.
 BY_TORCH = "attention", "grouped_linear"
 
 
 @pytest.fixture
 def registered(monkeypatch):
-    """The real registry again."""
+    """Restore the real registry."""
     monkeypatch.undo()
     monkeypatch.setattr(log, "_said", set())
 
@@ -343,7 +343,7 @@ def test_explain_names_a_wrong_argument_and_nothing_of_its_own(registered, funct
 
 @PUBLIC
 def test_without_triton_the_reason_is_a_sentence(registered, monkeypatch, name):
-    """Instead of an ImportError when the kernel is launched."""
+    """There is no ImportError later, when a kernel is launched."""
     sentence = "triton is not installed (for Ascend: pip install triton-ascend)"
     monkeypatch.setattr(library, "triton_why_not", lambda: sentence)
     with registry.as_if_on("npu"):
@@ -355,7 +355,7 @@ def test_without_triton_the_reason_is_a_sentence(registered, monkeypatch, name):
 
 @PUBLIC
 def test_explain_says_what_the_call_does(name, registered, caplog):
-    """By name or by function; the chosen one is the one that a call logs."""
+    """Takes a name or a function; the implementation it chooses is the one that a call logs."""
     arguments = public_calls()[name]
     function = getattr(npu_ops, name)
     verdicts = npu_ops.explain(name, **arguments)
@@ -376,7 +376,7 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
 
 @PUBLIC
 def test_explain_computes_nothing(name, registered):
-    """Nothing is allocated or copied but to look at index values."""
+    """It allocates and copies nothing, except to check index values."""
     arguments = public_calls()[name]
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     indexed = not all(x.is_floating_point() for x in tensors)
@@ -404,7 +404,7 @@ def test_fp64_falls_back_and_says_so(name, registered, caplog):
 
 @PUBLIC
 def test_without_native_kernels_everything_works(name, registered, monkeypatch):
-    """As installed with NPU_OPS_SKIP_NATIVE=1: through the reference."""
+    """Installed with NPU_OPS_SKIP_NATIVE=1, calls run the reference."""
     function = getattr(npu_ops, name)
     arguments = public_calls()[name]
     arguments |= {"p": 0.0} if "p" in arguments else {}
@@ -428,7 +428,8 @@ def outputs(function, arguments):
 
 @WAYS
 def test_a_dispatch_mode_sees_one_operator(name, way, registered):
-    """Whoever watches (a profiler of operators, a fake mode, selective checkpointing) sees it."""
+    """Dispatch modes (profilers, fake tensors, selective checkpointing) see one
+    operator per call."""
     arguments = public_calls()[name]
     op = npu_ops.explain(name, **arguments)[0].op
     with DispatchRecorder() as watch:
@@ -439,7 +440,7 @@ def test_a_dispatch_mode_sees_one_operator(name, way, registered):
 
 @WAYS
 def test_a_call_is_the_same_however_it_is_made(name, way, registered):
-    """Unwatched, watched, under inference_mode and, out of place, with a gradient to record."""
+    """Results are equal under modes, inference_mode and, out of place, with gradients."""
     arguments = public_calls()[name] | way
     first = next(n for n, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point())
 
@@ -490,7 +491,7 @@ def test_a_missing_native_library_is_said(monkeypatch, tmp_path):
 
 
 def build_info_with(monkeypatch, folder, *libraries):
-    """What an installation with these libraries, which no loader takes, says of itself."""
+    """Return the build info of an installation whose libraries do not load."""
     for name in libraries:
         (folder / name).write_bytes(b"not a library")
     monkeypatch.setattr(library, "_BUILD_INFO", folder / "_build_info.json")
@@ -521,7 +522,7 @@ def test_a_broken_native_library_is_warned_of_once(monkeypatch, caplog):
 
 
 def test_an_output_that_is_not_written_is_nan():
-    """What every other test relies on."""
+    """All other tests rely on it."""
     assert library.poison_outputs
     assert library.poisoned(torch.empty(4, dtype=torch.bfloat16)).isnan().all()
 
@@ -530,7 +531,7 @@ def test_an_output_that_is_not_written_is_nan():
 
 
 def loaded_by(statement):
-    """The modules that a new Python has loaded after `statement`."""
+    """Return the top-level modules that a new Python process has loaded after `statement`."""
     program = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -539,7 +540,7 @@ def loaded_by(statement):
 
 
 def test_import_needs_torch_alone():
-    """`import torch` itself may load what the machine has; npu_ops adds nothing of these."""
+    """`import torch` may itself load vendor packages; `import npu_ops` must add none."""
     added = loaded_by("import npu_ops") - loaded_by("import torch")
     assert "npu_ops" in added
     vendors = {"torch_npu", "triton", "megatron", "mindspeed", "sglang", "transformers", "fla"}

@@ -1,4 +1,4 @@
-"""Tiles are halved where a compiler finds no room for them, and nowhere else."""
+"""A tile that does not fit on chip is halved and launched again; other errors pass through."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def toy(monkeypatch):
 
 
 def launching(toy, fits: int, launched: list, complaint: str):
-    """A function that plans tiles of 64, and is refused until they fit."""
+    """Return a function that plans tiles of 64 and raises until they are at most `fits`."""
 
     @toy.found_for
     def launch(x, *, y):

@@ -1,4 +1,4 @@
-"""Tensors as rows: inputs may be copied, outputs never."""
+"""Tensors as rows: a kernel may get a copy of an input, never of an output."""
 
 import pytest
 import torch

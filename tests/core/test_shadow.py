@@ -22,7 +22,7 @@ from npu_ops.core.registry import Table
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Files are written to a folder of the test's own, and every count starts again."""
+    """Run in a folder of the test's own, with all counters reset."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shadow, "_calls", shadow.collections.Counter())
     monkeypatch.setattr(shadow, "_written", shadow.itertools.count(1))
@@ -33,7 +33,7 @@ def messages(caplog, level=logging.INFO):
 
 
 def break_kernel(monkeypatch, table, name, change):
-    """Make an implementation write `change` of its last output."""
+    """Make an implementation replace its last output by `change` of it."""
     (broken,) = [i for i in Table.tables[table].implementations if i.name == name]
     right = broken.launcher
 
@@ -105,7 +105,7 @@ def test_the_reference_is_not_compared_with_itself(caplog):
 
 
 def test_a_graph_that_is_captured_is_left_alone(caplog, monkeypatch):
-    """Here the CPU says that it captures one."""
+    """A patch makes the CPU report that it is capturing."""
     monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
     with env.override(log="shadow:1"):
         npu_ops.l2norm(torch.ones(2, 4))
@@ -124,14 +124,14 @@ def test_a_mismatch_is_dumped_and_its_command_repeats_it(monkeypatch, caplog, tm
     break_kernel(monkeypatch, "l2norm", "cpu", change)
     fused = torch.randn(6, 24)
     with env.override(log="shadow:1"):
-        npu_ops.l2norm(fused[:, 4:12])  # a slice: as it lies in memory
+        npu_ops.l2norm(fused[:, 4:12])  # a slice, saved with its strides
     (said,) = messages(caplog, logging.ERROR)
     (path,) = tmp_path.glob("npu-ops-mismatch-l2norm-*.pt")
     command = said.partition("repeat: ")[2]
     assert command == f"npu-ops replay {path}" and said.startswith("shadow: WRONG: l2norm: cpu ")
     again = CliRunner().invoke(app, command.split()[1:])
     assert again.exit_code == 1 and again.output.startswith("WRONG: l2norm: cpu on cpu"), again
-    elsewhere = subprocess.run(  # where the kernel is right
+    elsewhere = subprocess.run(  # a new process has the correct kernel
         [sys.executable, "-m", *command.replace("npu-ops", "npu_ops_tools", 1).split()],
         capture_output=True, text=True,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def test_tuples_with_names_and_shared_memory_come_back(tmp_path):
     assert back[1][0, 0] == back[2].bias[0, 1] == 77 and x[1, 0] == 6
 
 
-RUN = []  # what a hostile file has run
+RUN = []  # filled by a malicious file
 
 
 def ran(*args):
@@ -164,7 +164,7 @@ def ran(*args):
 
 @pytest.fixture
 def found():
-    """What shadow mode writes of a call of l2norm."""
+    """Return what shadow mode saves of a call of l2norm."""
     args = (torch.randn(3, 1, 4), 1e-6, torch.empty(3, 1, 4))
     names = {"op": "l2norm", "implementation": "cpu", "device": "cpu"}
     return names | shadow.freeze(args)
@@ -181,7 +181,7 @@ def test_the_file_that_others_are_made_of_is_replayed(found, tmp_path):
 
 
 def first_tensor(**changes):
-    """A change of the first tensor of a file."""
+    """Return a function that changes the first tensor of a saved call."""
 
     def change(found):
         names = ("storage", "dtype", "offset", "shape", "strides")
@@ -281,7 +281,7 @@ def test_a_hostile_file_is_a_sentence(found, tmp_path, change):
 
 
 class Runs:
-    """What pickle runs as it is loaded."""
+    """An object that makes pickle run code when it is loaded."""
 
     def __reduce__(self):
         return ran, ("pickle",)
@@ -323,7 +323,7 @@ def test_files_are_few(monkeypatch, caplog, tmp_path):
 
 
 class Mine:
-    """A class that torch does not load."""
+    """A class that torch refuses to load."""
 
 
 OTHER_FILES = {
@@ -345,7 +345,7 @@ OTHER_FILES = {
 
 @pytest.mark.parametrize("make", OTHER_FILES.values(), ids=OTHER_FILES.keys())
 def test_replay_of_something_else(tmp_path, make):
-    """One sentence that names the file, and nothing of torch's advice to load whatever it is."""
+    """A one-line message names the file and does not pass on torch's advice to load it anyway."""
     path = tmp_path / "other.pt"
     make(path)
     with warnings.catch_warnings(record=True) as warned:

@@ -1,6 +1,6 @@
-"""Which of torch_npu's operators each version of it has, as our implementations call them.
+"""Which torch_npu operators each version has, with the arguments that our implementations pass.
 
-The schemas are those that its wheels register: 2.7.1, 2.10.0 and 2.14.0.
+The schemas are those registered by its wheels 2.7.1, 2.10.0 and 2.14.0.
 """
 
 import types
@@ -32,7 +32,7 @@ CHUNK = (
     f"{QKV}, *, Tensor? beta=None, Tensor? initial_state=None, Tensor? actual_seq_lengths=None, "
     "float? scale=None, Tensor? g=None"
 )
-# The attention's schema: the arguments that all versions have, then {} for the others.
+# Schema of attention: arguments that all versions have; {} stands for the rest.
 FUSION = f"{QKV}, int head_num, str input_layout{{}}"
 
 OLD = {
@@ -70,7 +70,7 @@ REFUSED = {
 
 @pytest.fixture(params=VERSIONS)
 def version(request, monkeypatch):
-    """torch.ops.npu with the operators of a version of torch_npu."""
+    """Make torch.ops.npu have the operators of one torch_npu version; return the version."""
     known = types.SimpleNamespace()
     for name, schema in VERSIONS[request.param].items():
         parsed = torch._C.parse_schema(f"npu::{name}{schema}")
@@ -90,6 +90,6 @@ def test_what_a_version_lacks_is_a_refusal_that_names_it(module, version):
 
 
 def test_attention_is_told_what_a_version_takes(version):
-    """v2 of 2.7 would read the rows' statistics in another layout."""
+    """v2 of torch_npu 2.7 expects the softmax statistics in another layout."""
     both = ("npu_fusion_attention", "npu_fusion_attention_v2")
     assert routing._operators() == (both[:1] if version == "2.7" else both)

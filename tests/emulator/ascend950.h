@@ -1,5 +1,5 @@
-// What AscendC's headers name on Ascend950, beside device_side.h: types of the vector unit's registers
-// and of narrow numbers. They have no instructions here, so that bodies of the headers do not compile.
+// Types that AscendC's headers use on Ascend950 beyond device_side.h: registers of the vector unit
+// and narrow numbers. They have no instructions here, so bodies of the headers do not compile.
 #pragma once
 
 #define NPU_OPS_GLOBAL __attribute__((address_space(1)))

@@ -1,7 +1,8 @@
-"""Random inputs for kernels of fbgemm-ascend and MindIE-SD, and the results they must give.
+"""Random inputs for kernels of fbgemm-ascend and MindIE-SD, with their expected results.
 
-Each function makes a Run of the kernel of its name: tilings as the packages' host code fills them,
-and results in numpy.
+Each function returns a Run of the kernel with its name. Tilings are as the packages' host code
+fills
+them; results come from numpy.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from npu_ops_emulator import twins
 from upstream_ascendc import aligned, bf16, numbers
 
 POISON = 0x7F
-WORKSPACE = 32 * 1024 * 1024  # behind what the system takes of it
+WORKSPACE = 32 * 1024 * 1024  # after the part that the system reserves
 
 
 @dataclasses.dataclass
 class Run:
     """A launch of a kernel on random inputs.
 
-    arguments: by the kernel's own names; one that is not here is null. expected: what must be in
-    arguments afterwards, to `tolerance` of the largest number; what is only here is poisoned first.
+    arguments: by the kernel's parameter names; a missing one is null.
+    expected: contents of arguments afterwards, to `tolerance` times the largest number. An argument
+      that is only here is an output, and is filled with a poison value first.
     """
 
     tiling: Mapping[str, object]
@@ -34,7 +36,7 @@ class Run:
     tolerance: float = 0.0
 
     def judge(self, source) -> list[str]:
-        """What is wrong with the kernel of an upstream_bisheng.Source, one sentence each."""
+        """Run the kernel of an upstream_bisheng.Source; return a sentence for each error."""
         twin = twins.compile(source.write_unit(), source.folders)
         tiling = np.frombuffer(self._packed(source), np.uint8)
         arrays = {name: aligned(array) for name, array in self.arguments.items()}
@@ -71,7 +73,7 @@ class Run:
 
 
 def _close(got: np.ndarray, right: np.ndarray, tolerance: float) -> bool:
-    """Bit for bit without a tolerance. uint16 is bf16 then."""
+    """Whether the arrays agree; without a tolerance, bit for bit. uint16 holds bf16."""
     if not tolerance:
         return got.tobytes() == right.tobytes()
     got, right = (
@@ -81,8 +83,7 @@ def _close(got: np.ndarray, right: np.ndarray, tolerance: float) -> bool:
 
 
 def _split(total: int, blocks: int) -> dict[str, int]:
-    """How the packages' host code divides work: each core gets the same number, and the first cores
-    one more."""
+    """Divide work as the packages' host code does: equally, with one more for the first cores."""
     return {"baseBatchLen": total // blocks, "tailSplitIndex": total % blocks}
 
 
@@ -100,7 +101,7 @@ def offsets_range(draw: np.random.Generator) -> Run:
 
 
 def asynchronous_complete_cumsum(draw: np.random.Generator) -> Run:
-    """One block: several wait for each other, which the twin does not have."""
+    """Uses one block: several wait for each other, which the twin cannot do."""
     x = draw.integers(-1000, 1000, 253).astype(np.int32)
     tiling = {"totalLength": 253, "totalBlocks": 1, "blocksPerCore": 1, "remainderBlocks": 0}
     return Run(tiling, {"x": x}, {"y": _offsets(x, np.int32)}, 1)
@@ -154,7 +155,7 @@ def permute_pooled_embs(draw: np.random.Generator) -> Run:
 
 
 def permute2d_sparse_data(draw: np.random.Generator) -> Run:
-    """Rows of lengths in another order, with their values and their weights."""
+    """Rows of lengths in another order, together with their values and weights."""
     features, batch, blocks = 5, 6, 2
     lengths = draw.integers(0, 9, (features, batch)).astype(np.int32)
     order = draw.permutation(features).astype(np.int32)
@@ -194,10 +195,10 @@ def segment_sum_csr(draw: np.random.Generator) -> Run:
 
 
 def _lookups(draw: np.random.Generator) -> tuple[dict, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Two tables of 40 rows, and 48 indices into each on two cores.
+    """Draw lookups: two tables of 40 rows, with 48 indices into each, on two cores.
 
     Returns:
-        The tiling, where tables begin, indices, where bags begin, rows of a table.
+        The tiling, starts of tables, indices, starts of bags, rows of a table.
     """
     width, blocks, batch, rows = 24, 2, 4, 40
     indices = draw.integers(0, rows, 96).astype(np.int32)
@@ -209,7 +210,8 @@ def _lookups(draw: np.random.Generator) -> tuple[dict, np.ndarray, np.ndarray, n
         "batchSize": batch, "embedDimLength": width, "indicesAllLength": 96,
         "devWeightsLength": 2 * rows, "alignedEmbedDimLength": width,
     }  # fmt: skip
-    begins = np.array([0, rows * width, 0, 0, 0, 0, 0, 0], np.int32)  # whole blocks are read
+    # padded, as the kernel reads whole blocks
+    begins = np.array([0, rows * width, 0, 0, 0, 0, 0, 0], np.int32)
     return tiling, begins, indices, np.pad(offsets, (0, 7)), rows
 
 
@@ -223,7 +225,7 @@ def dense_embedding_codegen_lookup_function(draw: np.random.Generator) -> Run:
 
 
 def dense_embedding_codegen_lookup_function_grad(draw: np.random.Generator) -> Run:
-    """Adds to what is there: cores add atomically, in any order."""
+    """Adds to the existing contents: cores add atomically, in any order."""
     tiling, begins, indices, offsets, rows = _lookups(draw)
     grad = draw.standard_normal((96, tiling["embedDimLength"])).astype(np.float32)
     sums = np.zeros((2 * rows, tiling["embedDimLength"]))
@@ -234,7 +236,7 @@ def dense_embedding_codegen_lookup_function_grad(draw: np.random.Generator) -> R
 
 
 def split_embedding_codegen_forward_unweighted(draw: np.random.Generator) -> Run:
-    """Bags of two tables, summed: two bags of each on a core."""
+    """Sums of bags from two tables; each core has two bags of each table."""
     tables, batch, width, rows, blocks = 2, 4, 24, 30, 4
     lengths = draw.integers(1, 9, tables * batch)
     offsets = _offsets(lengths, np.int64)
@@ -262,7 +264,7 @@ def split_embedding_codegen_forward_unweighted(draw: np.random.Generator) -> Run
 
 
 def mul_add(draw: np.random.Generator) -> Run:
-    """a + b * c: c is one row for all tokens of a sequence."""
+    """a + b * c, where c has one row for all tokens of a sequence."""
     batch, tokens, width, blocks = 2, 11, 96, 3
     a, b = (bf16(draw.standard_normal((batch, tokens, width))) for _ in range(2))
     c = bf16(draw.standard_normal((batch, 1, width)))
@@ -277,7 +279,8 @@ def mul_add(draw: np.random.Generator) -> Run:
 
 
 def la_preprocess(draw: np.random.Generator) -> Run:
-    """[B, S, N, D] in bf16 to [B, N, S, D] in half, S padded with zeros to whole 16."""
+    """[B, S, N, D] in bf16 to [B, N, S, D] in half, with S padded with zeros to a
+    multiple of 16."""
     batch, heads, dim, lengths, blocks = 2, 3, 128, (21, 13, 16), 4
     arguments, expected = {}, {}
     for name, tokens in zip(("query", "key", "value"), lengths, strict=True):
@@ -294,7 +297,7 @@ def la_preprocess(draw: np.random.Generator) -> Run:
 
 
 def norm_rope_concat(draw: np.random.Generator) -> Run:
-    """RMSNorm with a weight, rotated by halves; the encoder's tokens behind the others."""
+    """RMSNorm with a weight, then rotation by halves; the encoder's tokens follow the others."""
     batch, heads, dim, blocks = 2, 3, 128, 3
     tokens, more, eps = 7, 4, 1e-6
     total = tokens + more
@@ -342,7 +345,7 @@ RUNS = {
         split_embedding_codegen_forward_unweighted, mul_add, la_preprocess, norm_rope_concat,
     )
 }  # fmt: skip
-# The reasons for the twin's findings in a kernel.
+# Reasons for what the twin reports on these kernels.
 UNUSED = "converts whole buffers, of which it uses what was loaded"
 KNOWN = {
     "la_preprocess": {

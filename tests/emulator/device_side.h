@@ -1,5 +1,5 @@
-// What AscendC's headers expect of a compiler for devices, declared for clang: address spaces, types
-// and instructions. Nothing here runs. device_side.py adds the instructions' names.
+// Declares for clang what AscendC's headers expect of a device compiler: address spaces, types and
+// instructions. Nothing here runs. device_side.py adds the instructions' names.
 #pragma once
 
 #include <math.h>
@@ -43,7 +43,7 @@
 
 using half = _Float16;
 using bfloat16_t = __bf16;
-// Registers of another architecture, which the headers name all the same.
+// Registers of another architecture, which the headers mention too.
 struct vector_bool {};
 struct vector_align {};
 struct vector_address {};
@@ -51,7 +51,7 @@ struct vector_address {};
 extern const int64_t block_idx, block_num;
 half conv_f322f16o(float);
 
-// The staged headers tell the twin of scalar accesses; here nobody listens.
+// The staged headers report scalar accesses to the twin; here the reports are dropped.
 namespace npu_ops::twin {
 enum class Access { kRead, kWrite };
 template <class... A>

@@ -1,10 +1,10 @@
-"""A second judge of AscendC kernels: clang, on what of the vendor's headers is for devices.
+"""A second checker of AscendC kernels: clang, with the device part of the vendor's headers.
 
-g++ compiles the twin from the branch for CPUs, and forgives what a device cannot do. Here every
-pointer has its address space, and what clang makes of a kernel is searched for double, recursion,
-functions that are not for devices (the C and C++ library's, and ours without `__aicore__`), calls
-that are not known before, global constructors, and a stack that is too deep. Of Ascend950, whose
-instructions are others, it says whether the calls of a kernel are declared.
+The twin compiles kernels with g++ for CPUs, so it accepts what a device cannot run. Here every
+pointer has its address space. The checker reports what clang finds in a kernel's code: double,
+recursion, functions that are not for devices (the C and C++ library's, and ours without
+`__aicore__`), indirect calls, global constructors, and a stack that is too deep. For Ascend950,
+whose instructions differ, it only checks that a kernel's calls are declared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STACK = (
 )  # bytes; bisheng's -cce-aicore-stack-size is 0x8000 in the builds of CANN's kernels
 FLAGS = ("-std=c++17", "-O1", "-w", "-ferror-limit=0", "-fno-exceptions", "-fno-rtti",
          "-fno-threadsafe-statics", "-fno-asynchronous-unwind-tables",
-         # The matrix interface writes `template` before a name without template arguments.
+         # The headers write `template` before a name without template arguments.
          "-Wno-missing-template-arg-list-after-template-kw")  # fmt: skip
 _HERE = pathlib.Path(__file__).parent
-# Instructions with unique names; those with a common prefix are found in the headers.
+# Instructions with unusual names; those with a common prefix are found in the headers.
 _SCALAR = (
     "dcci dsb dc_preload preload pipe_barrier wait_flag get_sys_cnt asc_prof_start asc_prof_stop"
 )
@@ -40,25 +40,25 @@ _NUMBERS = "sbitset0 sbitset1 sff0 sff1 sflbits clz bcnt0 bcnt1 conv_f322s32" + 
 
 @functools.cache
 def clang() -> str | None:
-    """The compiler: any clang++ that knows `__bf16`."""
+    """Return a clang++ command that knows `__bf16`, None if there is none."""
     names = ("clang++", *(f"clang++-{version}" for version in range(21, 16, -1)))
     return next((name for name in names if shutil.which(name)), None)
 
 
 def why_not() -> str | None:
-    """None, or one sentence on why there is no second judge here."""
+    """Return None, or a sentence on why this checker cannot run here."""
     if clang() is None:
         return "clang++ 17 or later is not installed, so nobody but g++ has seen the kernels"
     return headers.why_not()
 
 
 def findings(source: pathlib.Path, *flags: str) -> list[str]:
-    """What a device would have against a kernel, one sentence each."""
+    """Return a sentence for each reason why a device cannot run a kernel."""
     return judge(source, *flags)[0]
 
 
 def judge(source: pathlib.Path, *flags: str) -> tuple[list[str], Module | None]:
-    """The findings, and what clang made of the kernel; None if clang refused it."""
+    """Return the findings, and clang's code of the kernel; None if clang refused it."""
     command = [*_compiler(), "-include-pch", _headers(), *flags, f"-I{source.parent}", source]
     with tempfile.TemporaryDirectory() as scratch:
         plain = pathlib.Path(scratch) / "plain.ll"
@@ -78,24 +78,27 @@ def judge(source: pathlib.Path, *flags: str) -> tuple[list[str], Module | None]:
 
 
 def of_ascend950(source: pathlib.Path, *flags: str) -> list[str]:
-    """Calls in a kernel that the headers do not declare for Ascend950, one sentence each.
+    """Return a sentence for each call that the headers do not declare for Ascend950.
 
-    What a call does there is not looked at: its vector unit computes in registers, and clang does
-    not know their instructions.
+    Bodies of the headers' functions are not checked: Ascend950's vector unit computes in registers,
+    and
+    clang does not know those instructions.
     """
     return [error for error in _errors_of_ascend950(source, *flags) if error not in _in_headers()]
 
 
 @functools.cache
 def _in_headers() -> frozenset[str]:
-    """What clang has against the headers themselves."""
+    """Return clang's errors in the headers themselves."""
     return frozenset(_errors_of_ascend950(None))
 
 
 def _errors_of_ascend950(source: pathlib.Path | None, *flags: str) -> list[str]:
-    """In our files and static assertions; templates of the headers are parsed where they are used.
+    """Return clang's errors in our files, and failed static assertions.
 
-    Instantiated, they name registers' instructions, which is no fault of the kernel.
+    The headers' templates are not instantiated: they use register instructions, which is no fault
+    of
+    the kernel.
     """
     architecture = ("-D__NPU_ARCH__=3510", "-D__DAV_C310__", "-D__DAV_C310_VEC__", "-D__DAV_VEC__",
                     "-D__CCE_AICORE__=310", "-DASCENDC_DUMP=0")  # fmt: skip
@@ -129,12 +132,12 @@ def _run(command: list, check: bool = False) -> subprocess.CompletedProcess:
 
 @functools.cache
 def _headers() -> pathlib.Path:
-    """The headers, read once, as clang keeps them."""
+    """Return the headers as a precompiled header, which is built once."""
     state = (_declarations(), (_HERE / "device_side.h").read_text(), str(_compiler()),
              pathlib.Path(__file__).read_text(), _run([clang(), "--version"]).stdout)  # fmt: skip
     name = f"device-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}"
     kept, whole = headers.cache() / f"{name}.pch", headers.cache() / f"{name}.h"
-    with build.locked():  # another process may make the same, and clang compares times
+    with build.locked():  # another process may build it too, and clang compares times
         if kept.exists():
             return kept
         with tempfile.TemporaryDirectory(dir=headers.cache()) as scratch:
@@ -147,9 +150,9 @@ def _headers() -> pathlib.Path:
 
 
 def _text_of_headers(start: pathlib.Path) -> str:
-    """The headers, preprocessed, with strings where clang has them.
+    """Return the headers, preprocessed, with string literals in the default address space.
 
-    bisheng keeps string literals in global memory; clang's are in none of the address spaces.
+    bisheng keeps string literals in global memory; clang puts them in no numbered address space.
     """
     begin = f'#include "device_side.h"\n{_declarations()}'
     start.write_text(f'{begin}#include "kernel_operator.h"\n#include "lib/matmul_intf.h"\n')
@@ -164,7 +167,7 @@ def _text_of_headers(start: pathlib.Path) -> str:
 
 @functools.cache
 def _declarations() -> str:
-    """The instructions. Their operands are anything: the headers see to those."""
+    """Declare the instructions with operands of any type, which the headers check."""
     names = headers._called(headers.staged() / "asc-devkit") | set(_SCALAR.split())
     numbers = {name for name in names if name.startswith("get_")} | set(_NUMBERS.split())
     lines = []
@@ -174,11 +177,11 @@ def _declarations() -> str:
     return "".join(lines)
 
 
-# ---- what clang made of a kernel ----
+# ---- code from clang ----
 
 
 class Module:
-    """LLVM's assembly of a kernel: which functions there are, and what they call."""
+    """LLVM assembly of a kernel: its functions, and what they call."""
 
     def __init__(self, text: str):
         self._bodies = {
@@ -225,14 +228,14 @@ class Module:
         return found
 
     def functions(self) -> list[str]:
-        """What the kernels call, however deep, as C++ writes it."""
+        """Return the C++ names of all functions that the kernels call, directly or not."""
         return [self._names.get(name, name) for name in self._reached()]
 
     def _calls(self, name: str) -> list[str]:
         return re.findall(r"@([\w.$]+)", self._bodies.get(name, ""))
 
     def _reached(self) -> list[str]:
-        """What the kernels call, however deep, and themselves."""
+        """Return the kernels and all functions that they call, directly or not."""
         known = set(self._bodies) | set(self._names)
         reached = list(self.kernels)
         for name in reached:
@@ -262,18 +265,20 @@ class Module:
         return bool(plain) and plain[1] in declared
 
     def _is_for_host(self, name: str) -> bool:
-        """Whether someone wrote a function without saying that devices have it. What the compiler
-        writes by itself and what a lambda does is for whoever calls it."""
+        """Whether a written function lacks `__aicore__`.
+
+        Functions that the compiler generates and lambdas count as the caller's.
+        """
         if name in self._marked or name in self.kernels:
             return False
         shown = self._names.get(name, name)
         if re.search(r"AscendC::", shown.split("(")[0]) and "npu_ops" not in shown.split("(")[0]:
-            return False  # the vendor's headers are written for it
+            return False  # the vendor's headers are for devices
         is_lambda = "{lambda" in shown or "$_" in name or "EUl" in name
         return not is_lambda and not self._is_implicit(name, shown)
 
     def _is_implicit(self, name: str, shown: str) -> bool:
-        """Constructors, assignments and destructors that nobody declares only copy members."""
+        """Whether a function may be an implicit constructor, assignment or destructor."""
         last = re.sub(r"<.*>", "", shown.split("(")[0]).split("::")
         special = len(last) > 1 and last[-1].lstrip("~") == last[-2]
         return special or last[-1] == "operator="
@@ -285,7 +290,10 @@ def _demangled(names: list[str]) -> dict[str, str]:
 
 
 def deepest(assembly: str, usage: str, kernels: list[str]) -> dict[str, int]:
-    """Bytes of stack of each kernel and what it calls; `usage` is what -fstack-usage writes."""
+    """Return each kernel's stack in bytes, with the calls in it.
+
+    usage: the output of -fstack-usage.
+    """
     own = {line.split("\t")[0].rsplit(":", 1)[-1]: int(line.split("\t")[1])
            for line in usage.splitlines()}  # fmt: skip
     calls = collections.defaultdict(set)

@@ -1,4 +1,4 @@
-"""Commands on the emulated NPU, in processes of their own."""
+"""Run commands on the emulated NPU, in new processes."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ PYTHON = ROOT / "python"
 
 
 def emulate(*command, options=(), seconds=300, **variables):
-    """Run a command on the emulated NPU."""
+    """Run a command on the emulated NPU; return the finished process."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(PYTHON), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-m", "npu_ops_emulator", *options, "--", *command],

@@ -1,6 +1,6 @@
-"""Mutants that no call tells from the kernel, and why.
+"""Mutants that behave like the kernel for every call, and why.
 
-(file of csrc, rule of mutations.py, what the changed text is): why.
+Keys: (file of csrc, rule of mutations.py, the changed text).
 """
 
 UNUSED = "a buffer is made that nobody uses"

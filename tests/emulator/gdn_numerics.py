@@ -1,13 +1,13 @@
-"""How far the chunked gated delta rule is off in bf16: npu-ops, and flash-linear-attention's.
+"""Error of the chunked gated delta rule in bf16: npu-ops and flash-linear-attention.
 
 python tests/emulator/gdn_numerics.py --fla FLASH_LINEAR_ATTENTION [--tokens 256] [--dim 64 128]
 
-The argument is a checkout of upstream's repository, whose Triton-Ascend kernels run on the emulated
-NPU, as ours do; npu-ops also runs on the CPU. All are given the same rounded inputs and compared
-with the recurrence over tokens in fp64: the L2 norm of the error by that of the result. A gradient
-is of o and the final state together. The command starts itself again under `npu-ops emulate`.
+The argument is a checkout of upstream's repository. Its Triton-Ascend kernels run on the emulated
+NPU, as ours do; npu-ops also runs on the CPU. All get the same rounded inputs and are compared with
+the recurrence over tokens in fp64: L2 norm of the error, relative to that of the result. Gradients
+are of o and the final state together. The command restarts itself under `npu-ops emulate`.
 
-The exit status is 1 where the worst of our two is worse than fla's by more than the margin.
+The exit status is 1 if the larger of our two errors exceeds fla's by more than the margin.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import upstream_gdn
 
 HEADS, VALUE_HEADS = 2, 4
 RESULTS = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-MARGIN = 1.05  # ties differ by how sums are ordered
+MARGIN = 1.05  # the order of sums decides ties
 
 
 def gates(kind: str, shape) -> torch.Tensor:
-    """Logarithms of the decay: none, some, nearly all at once, and a layer's before training."""
+    """Return log decays: none, some, nearly everything at once, and those of an untrained layer."""
     if kind == "A_log":
         A = torch.empty(shape[-1]).uniform_(0.01, 16)
         return -A * F.softplus(torch.randn(shape) + 1)
@@ -38,7 +38,7 @@ def gates(kind: str, shape) -> torch.Tensor:
 
 
 def inputs(keys: str, kind: str, tokens: int, dim: int) -> dict[str, torch.Tensor]:
-    """Rounded to bf16, but for g and the states, in fp64."""
+    """Return inputs rounded to bf16, except g and the states; all are stored in fp64."""
     torch.manual_seed(0)
     draw = {"random": torch.randn, "alike": torch.rand}[keys]
     heads, values = (1, tokens, HEADS, dim), (1, tokens, VALUE_HEADS, dim)
@@ -57,7 +57,7 @@ def inputs(keys: str, kind: str, tokens: int, dim: int) -> dict[str, torch.Tenso
 
 
 def run(function, x: dict[str, torch.Tensor], device: str | None) -> list[torch.Tensor]:
-    """Outputs and gradients on the CPU in fp64; `device` None: computed in fp64 as well."""
+    """Return outputs and gradients, on the CPU in fp64. With `device` None, compute in fp64 too."""
     fp32 = ("g", "state", "dht")
     if device is not None:
         dtypes = {name: torch.float32 if name in fp32 else torch.bfloat16 for name in x}
@@ -93,7 +93,7 @@ def errors(function, x, device, expected) -> list[float]:
 
 
 def compare(keys, kind, tokens, dim, fla: bool) -> bool:
-    """Print a row for each; whether ours is nowhere worse."""
+    """Print a row per implementation; return whether ours is nowhere worse."""
     x = inputs(keys, kind, tokens, dim)
     expected = run(exact, x, None)
     rows = {"npu-ops, npu-emulated": errors(ours, x, "npu", expected)}
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--gates", nargs="*", default=["near 0", "some", "strong", "A_log"])
     options = parser.parse_args()
     if os.environ.get("NPU_OPS_EMULATOR") != "1":
-        os.environ["NPU_OPS_DISABLE"] = "all"  # fla's own, not ours as fla's backend
+        os.environ["NPU_OPS_DISABLE"] = "all"  # or npu-ops would be fla's backend
         command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
         return subprocess.run(command, check=False).returncode
     upstream_gdn.import_from(options.fla, None)

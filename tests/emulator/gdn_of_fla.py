@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels: log gates to base 2, keys and queries with fewer heads."""
+"""flash-linear-attention's kernels: log gates in base 2, fewer heads for q and k."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def fla_solve_tril(p):
 
 
 def solved(solve_tril):
-    """Off the diagonal, which is 1."""
+    """Compare the inverses without their diagonal, which is 1."""
     results = {}
     for size in (16, 32, 64):
         blocks = (torch.rand(BATCH, VALUE_HEADS, TOKENS // size, size, size) / 4).tril(-1)
@@ -281,7 +281,7 @@ def fla_inside(p):
     q, k = (rounded(torch.randn(p.q.shape)) for _ in range(2))
     leaves = [x.detach().requires_grad_() for x in (q, k, p.v, a, b, A_log, dt_bias)]
     q, k, v, a, b, A_log, dt_bias = leaves
-    kept = (A_log, dt_bias)  # in fp32
+    kept = (A_log, dt_bias)  # these stay fp32
     ours = [(npu32(x) if any(x is y for y in kept) else npu(x)).requires_grad_() for x in leaves]
     o, _ = chunk_gated_delta_rule(
         *ours[:5],
@@ -342,7 +342,7 @@ def fla_conv_state(p):
     state = rounded(torch.randn(BATCH, 4 * DIM, 4)).requires_grad_()
     leaves = (x, weight, bias, state)
     dy, dlast = rounded(torch.randn(x.shape)), rounded(torch.randn(state.shape))
-    dlast[..., 0] = 0  # upstream keeps one token more than it ever uses, and drops its gradient
+    dlast[..., 0] = 0  # upstream stores one token more than it uses, and drops its gradient
     ours = [npu(leaf).requires_grad_() for leaf in leaves]
     y, last = causal_conv1d(
         *ours[:3], initial_state=ours[3], output_final_state=True, activation="silu"

@@ -1,4 +1,4 @@
-"""sgl-kernel-npu's kernels: natural logarithms."""
+"""sgl-kernel-npu's kernels: natural log gates."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def sgl_recurrent(length, kept=True):
 
 
 def pool_results(ours, states, where, expected):
-    """What a kernel made of a pool of states: of those it was told of, and of the others."""
+    """Return pairs to compare: the pool's slots that the kernel was given, and the others."""
     others = torch.ones(len(states), dtype=torch.bool).index_fill(0, where, False)
     ours = ours.cpu()
     return {"state": (ours[where], expected), "other states": (ours[others], states[others])}
@@ -254,7 +254,7 @@ def sgl_conv_update(lay_out):
         lay_out(npu(x).mT), ours, npu(weight), npu(bias), "silu",
         conv_state_indices=where.int().npu(), num_accepted_tokens=accepted.int().npu(),
     )  # fmt: skip
-    # The window before the tokens starts after the last step's tokens that were accepted.
+    # The window before the tokens starts after the accepted tokens of the last step.
     before = torch.stack([states[w, n - 1 : n + 2] for w, n in zip(where, accepted, strict=True)])
     expected = conv1d(x, weight, before, bias)
     after = torch.cat([before[:, 1:], x], 1)

@@ -1,4 +1,4 @@
-"""Formulas of Gated Delta Net, and inputs: what upstream's kernels are compared with."""
+"""Formulas of Gated Delta Net and inputs, with which upstream's kernels are compared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCALE = DIM**-0.5
 LN2 = math.log(2)
 
 
-# Formulas, in fp64. Tensors are [batch, token, head, ...]; q and k have as many heads as v here
-# (`expand`). `G` is the sum of the log gates within each chunk.
+# Formulas, in fp64. Tensors are [batch, token, head, ...]. Here q and k have as many heads as v
+# (`expand`). `G` is the cumulative sum of the log gates within each chunk.
 
 
 def expand(x):
@@ -23,7 +23,7 @@ def expand(x):
 
 
 def chunks(x):
-    """[batch, token, head, ...] -> [batch, head, chunk, token in chunk, ...]"""
+    """Return [batch, token, head, ...] as [batch, head, chunk, token in chunk, ...]."""
     return x.unflatten(1, (-1, CHUNK)).movedim(3, 1)
 
 
@@ -32,7 +32,7 @@ def tokens(x):
 
 
 def recurrence(q, k, v, g, beta, state, scale=SCALE):
-    """The definition. state: [batch, head, key, value]. Returns outputs and the last state."""
+    """Return o and the last state, token by token. state: [batch, head, key, value]."""
     out = []
     for t in range(q.shape[1]):
         key, value = k[:, t, :, :, None], v[:, t, :, None]
@@ -50,7 +50,7 @@ def sums(g, reverse=False):
 
 
 def decay(G, diagonal):
-    """exp(G_i - G_j) below the diagonal, 0 elsewhere."""
+    """Return exp(G_i - G_j) on and below the given diagonal, 0 above it."""
     G = chunks(G)
     kept = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril(diagonal)
     return (G[..., :, None] - G[..., None, :]).masked_fill(~kept, -math.inf).exp()
@@ -74,7 +74,8 @@ def recompute_w_u(k, v, beta, A, G):
 
 
 def scan(k, w, u, G, state):
-    """States before each chunk, new values, and the states before each chunk and after the last."""
+    """Return the states before each chunk, the new values, and a list that also has
+    the last state."""
     k, w, u, G = map(chunks, (k, w, u, G))
     states, values = [state], []
     for c in range(k.shape[2]):
@@ -106,7 +107,7 @@ def l2norm(x, eps=1e-6):
 
 
 def conv1d(x, weight, state=None, bias=None):
-    """Causal and per channel. x: [batch, token, channel], weight: [channel, width]."""
+    """Causal depthwise convolution. x: [batch, token, channel], weight: [channel, width]."""
     width = weight.shape[1]
     before = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if state is None else state
     x = torch.cat([before, x], 1)
@@ -134,9 +135,9 @@ def npu32(x):
 
 
 class Problem:
-    """One set of inputs and everything that the formulas make of it, in fp64 on the CPU.
+    """One set of inputs, and all results of the formulas, in fp64 on the CPU.
 
-    What a later kernel reads of an earlier one is rounded as upstream rounds it.
+    A result that a later kernel reads is rounded as upstream rounds it.
     """
 
     def __init__(self, lengths=(TOKENS,), stages=True):
@@ -149,7 +150,7 @@ class Problem:
         def leaf(x, dtype=torch.bfloat16):
             return rounded(x, dtype).requires_grad_()
 
-        # Keys are similar to each other: with independent keys the inverse is almost the identity.
+        # Keys are alike: with independent keys the inverse is almost the identity.
         self.q = leaf(l2norm(torch.randn(keys)))
         self.k = leaf(l2norm(torch.rand(keys) - 0.2))
         self.v = leaf(torch.randn(values))
@@ -170,7 +171,7 @@ class Problem:
         h, v_new, states = self.scan()
         self.h, self.v_new = rounded(h.detach()), leaf(v_new.detach())
         out = self.output(h, v_new)
-        # `dh`: gradient of the state after each chunk. `du`: named dv upstream.
+        # `dh`: gradient of the state after each chunk. `du`: upstream calls it dv.
         results = gradients((out, states[-1]), (self.do, self.dht), (self.u, *states))
         self.du, self.dstate = rounded(results[0]), results[1]
         self.dh = torch.stack(results[2:], 1)
@@ -200,7 +201,7 @@ class Problem:
 
 
 def check_formulas(p: Problem) -> None:
-    """The chunked formulas are the recurrence."""
+    """The chunked formulas equal the recurrence."""
     k, G = expand(p.k), sums(p.g)
     A = inverse(scaled_kkt(k, p.beta, G))
     h, v_new, states = scan(k, *recompute_w_u(k, p.v, p.beta, A, G), G, p.state)
@@ -209,7 +210,7 @@ def check_formulas(p: Problem) -> None:
     torch.testing.assert_close(states[-1], last, rtol=1e-9, atol=1e-9)
 
 
-# Cases: each returns {result: (upstream's, the formula's)}.
+# Cases: each function returns {name: (upstream's result, the formula's)}.
 
 CASES: list[tuple[str, str, typing.Callable]] = []
 

@@ -1,4 +1,4 @@
-"""Random calls of instructions of csrc/twin, and what must become of the unified buffer."""
+"""Random calls of the instructions in csrc/twin, and the expected unified buffer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from npu_ops_emulator import headers, twins
 SOURCE = pathlib.Path(__file__).parent / "kernels" / "instructions.cpp"
 
 BYTES = 64 * 1024
-TO, A, B, MORE = 0, 16 * 1024, 32 * 1024, 48 * 1024  # where operands begin
+TO, A, B, MORE = 0, 16 * 1024, 32 * 1024, 48 * 1024  # start addresses of operands
 TRIES = 4
 
 
 class Mask:
-    """Which elements take part: a mask of 128 bits, or a count over all repeats."""
+    """Which elements take part: a mask of 128 bits per repeat, or a count over all repeats."""
 
     def __init__(self, draw):
         self.counts = bool(draw.integers(3) == 0)
@@ -46,7 +46,10 @@ class Mask:
     def elements(
         self, given: int, each: int, of_each: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The repeat and the place in it of what takes part; of_each: a count is that of each."""
+        """Return (repeat, index within it) of the elements that take part.
+
+        of_each: a count is per repeat.
+        """
         if self.counts and of_each:
             return np.divmod(np.arange(given * self.count), self.count)
         if self.counts:
@@ -56,7 +59,7 @@ class Mask:
 
 
 class Call:
-    """A random call of an instruction, and the image of the unified buffer that it works on."""
+    """A random call of an instruction, with the unified buffer's initial contents."""
 
     def __init__(self, name: str, seed: int):
         self.draw = draw = np.random.default_rng(seed)
@@ -73,7 +76,7 @@ class Call:
         self.left = None
 
     def fill(self, operand, kind: str, values: np.ndarray | None = None) -> None:
-        """Put numbers of a type where an operand is."""
+        """Write numbers of a type to an operand's memory."""
         part = self.image[operand[0] : operand[0] + 16 * 1024].view(TYPES[kind])
         part[:] = self.numbers(len(part), kind) if values is None else values
 
@@ -84,7 +87,7 @@ class Call:
         return self.draw.integers(limits.min, limits.max, count, TYPES[kind], endpoint=True)
 
     def places(self, operand, kind: str, repeats: np.ndarray, elements: np.ndarray) -> np.ndarray:
-        """Where elements lie, counted in elements from the beginning of the image."""
+        """Return the elements' positions, counted in elements from the start of the buffer."""
         start, block, repeat = operand
         size = TYPES[kind].itemsize
         each = 32 // size
@@ -92,7 +95,10 @@ class Call:
         return (start + 32 * blocks) // size + elements % each
 
     def run(self) -> np.ndarray:
-        """The image afterwards; the twin has nothing against the call. `other` may be written."""
+        """Run the call, on which the twin must report nothing; return the buffer afterwards.
+
+        It may also write `other`.
+        """
         out, left = np.zeros_like(self.image), np.zeros(4, np.uint64)
         tensors = {"in": self.image, "out": out, "other": self.other, "left": left}
         addresses = [array.ctypes.data for array in tensors.values()]
@@ -115,8 +121,11 @@ def compiled() -> twins.Twin:
 
 
 def check(call: Call, expect) -> None:
-    """Run a call. expect(image): what the formula makes of the image, in place; it may return
-    (kind, places, relative error) of what is not exact."""
+    """Run a call and compare the buffer.
+
+    expect(image): applies the formula to the image in place. It may return (kind, places, relative
+    error) for results that are not exact.
+    """
     expected = call.image.copy()
     with np.errstate(all="ignore"):
         actual = call.run()
@@ -137,7 +146,7 @@ def check(call: Call, expect) -> None:
 def elementwise(
     call: Call, target: str, source: str, formula, operands: int = 2, of_each: bool = False
 ):
-    """A call along elements: fills the operands, returns what is expected. of_each: see `Mask`."""
+    """Fill an elementwise call's operands; return the function for `check`. of_each: see `Mask`."""
     each = 256 // max(TYPES[target].itemsize, TYPES[source].itemsize)
     call.fill(call.to, target)
     call.fill(call.a, source)
@@ -157,13 +166,13 @@ def elementwise(
 
 
 def kinds_of(name: str) -> tuple[str, str, str]:
-    """An entry's instruction, and the types of its target and its source."""
+    """Split an entry into its instruction and the types of target and source."""
     instruction, *kinds = name.split(".")
     return instruction, kinds[0], kinds[-1]
 
 
 def names(*instructions: str) -> list[str]:
-    """The entries of instructions, from the kernel's source after the preprocessor."""
+    """Return the entries of these instructions in the preprocessed source of instructions.cpp."""
     return [name for name in all_names() if name.split(".")[0] in instructions]
 
 

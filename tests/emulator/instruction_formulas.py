@@ -1,6 +1,6 @@
-"""What the instructions of a vector core compute, in numpy and from their descriptions alone.
+"""The results of a vector core's instructions, in numpy, written only from their descriptions.
 
-Nothing here comes from csrc/twin. bf16 numbers are their 16 bits, as numpy has no such type.
+Nothing here comes from csrc/twin. bf16 numbers are uint16 bit patterns, as numpy has no bf16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def relu(x):
     return np.where(x > 0, x, np.zeros_like(x))
 
 
-# x and y are the sources, z is the old value of the target. Floats are fp32, integers unchanged.
+# x and y: sources. z: the target's old value. Floats are computed in fp32, integers in their type.
 BINARY = {
     "vadd": lambda x, y, z: x + y,
     "vsub": lambda x, y, z: x - y,
@@ -57,29 +57,33 @@ UNARY = {
     "vrelu": relu,
     "vnot": np.invert,
 }
-# The relative error that results may have: 8 bits for the estimates, else the last bit.
+# Allowed relative error: 8 bits for the estimates, else the last bit.
 ROUGH = {"vrec": 2.0**-8, "vrsqrt": 2.0**-8, "vexp": 2.0**-23, "vln": 2.0**-23, "vsqrt": 2.0**-23}
 COMPARE = {"lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal,
            "eq": np.equal, "ne": np.not_equal}  # fmt: skip
 
 
 def wide(values: np.ndarray, kind: str) -> np.ndarray:
-    """As numbers: those of bf16 bits, fp16 as fp32."""
+    """Return values to compute with: bf16 patterns and fp16 as fp32, others unchanged."""
     if kind == "bfloat16_t":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32) if kind == "half" else values
 
 
 def narrow(values: np.ndarray, kind: str) -> np.ndarray:
-    """Rounded to the nearest of a type, once."""
+    """Round once to the nearest value of a type."""
     if kind == "bfloat16_t":
         return rounded(values, kind, "r")
     return values.astype(TYPES[kind])
 
 
 def rounded(values: np.ndarray, kind: str, how: str) -> np.ndarray:
-    """Numbers as a float type: to the nearest even (r), the nearest and ties away (a), down (f), up
-    (c), to zero (z) or to odd (o). Found by trying the neighbours."""
+    """Round to a float type, found by trying both neighbours.
+
+    how: to nearest even (r), to nearest with ties away from zero (a), down (f), up (c), towards
+    zero
+    (z), to odd (o).
+    """
     exact = values.astype(np.longdouble)
     limit = np.longdouble(GREATEST[kind])
     exact = np.where(
@@ -106,7 +110,7 @@ def rounded(values: np.ndarray, kind: str, how: str) -> np.ndarray:
 
 
 def _value(bits: np.ndarray, kind: str) -> np.ndarray:
-    """The numbers of bit patterns; infinity is the number that would come next."""
+    """Return the numbers of bit patterns; infinity counts as the next number after the largest."""
     plain = bits.astype(f"u{TYPES[kind].itemsize}")
     floats = wide(plain, kind) if kind == "bfloat16_t" else plain.view(TYPES[kind])
     with np.errstate(invalid="ignore"):
@@ -119,7 +123,7 @@ def _nan(kind: str) -> int:
 
 
 def _neighbours(exact: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Bit patterns of the numbers next to each, below or equal and above or equal."""
+    """Return bit patterns of each number's neighbours: the next one not above, and not below."""
     bits = 8 * TYPES[kind].itemsize
     infinity = {"half": 0x7C00, "bfloat16_t": 0x7F80, "float": 0x7F800000}[kind]
     size = np.abs(exact)
@@ -135,7 +139,7 @@ def _neighbours(exact: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def whole(values: np.ndarray, how: str) -> np.ndarray:
-    """Numbers without a fraction."""
+    """Round to integers."""
     away = np.copysign(np.floor(np.abs(values) + 0.5), values)
     return {"r": np.rint(values), "a": away, "f": np.floor(values), "c": np.ceil(values),
             "z": np.trunc(values)}[how]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Calls that no case of an op makes: more right ones, and those with numbers that lead nowhere.
+"""Calls beyond an op's cases: more valid ones, and ones with invalid index values.
 
-A device raises nothing: outputs of such a sequence are NaN, its states stay, the others are right.
-So a right call in which that sequence is skipped says what the others are.
+A device raises no error: outputs of an affected sequence are NaN, its state is unchanged, and the
+others are correct. The expected results of the others come from a valid call that skips it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """given: the arguments. right: of the call that does the same to all else. nan: the rows of the
-    first output that are NaN. columns: so many has the state; that of the right call has more."""
+    """A call with invalid values.
+
+    given: its arguments.
+    right: arguments of a valid call with the same effect on everything else.
+    nan: rows of the first output that must be NaN.
+    columns: columns of its state; the valid call's state has more.
+    """
 
     name: str
     given: dict
@@ -24,7 +29,7 @@ class Wrong:
     columns: int | None = None
 
     def correct(self, expected: dict) -> None:
-        """Make of the right call's results those of the wrong one."""
+        """Change the valid call's results to those expected of this call."""
         expected["output 0"][self.nan] = torch.nan
         if self.columns:
             state = expected["conv_state after"]
@@ -64,7 +69,7 @@ def _more_heads() -> dict[str, dict]:
 
     return {
         "weights of two dtypes": call(3, 2, k_weight=draw(16).bfloat16()),
-        # One token, and eight heads for each of two cores, all of q.
+        # One token, and eight heads for each of two cores; all are of q.
         "pieces of eight heads": call(1, 12),
     }
 
@@ -74,7 +79,7 @@ def _more_norms() -> dict[str, dict]:
     x = {"x": draw(320, 64), "weight": draw(64), "z": draw(320, 64)}
     z = draw(160, 128).as_strided((160, 2, 64), (128, 32, 1))
     overlapping = {"x": draw(160, 2, 64), "weight": draw(64), "z": z}
-    # Eight rows for each of 40 cores: buffers with a number for each row have no more than eight.
+    # Eight rows for each of 40 cores, so that buffers with one number per row have eight.
     return {"tiles of eight rows": x, "rows that overlap": overlapping}
 
 
@@ -101,7 +106,7 @@ def _more_convolutions() -> dict[str, dict]:
 
 
 def _longer_than_the_state() -> Wrong:
-    """Six tokens in a state for two: its last columns would lie behind it."""
+    """Six tokens for a state of two: its last columns would be outside it."""
     draw = _normal()
     state = draw(1, 8, 8)
     given = {
@@ -119,8 +124,8 @@ def _convolutions() -> list[Wrong]:
     }  # fmt: skip
     packed = {"x": draw(9, 8), "conv_state": draw(2, 8, 3), "weight": draw(8, 4)}
     return [
-        # Slots behind and before the pool; accepted counts of zero and too many; windows behind the
-        # last.
+        # Slots past and before the pool, accepted counts that are zero or too large, windows past
+        # the last.
         _call(
             "slots and counts", padded,
             {"conv_state_indices": [2, 0, 9, -2, 4, 5, 7],
@@ -154,7 +159,7 @@ def _more_delta_rules() -> dict[str, dict]:
     draw = _normal()
     apart = draw(1, 2, 8).expand(3, 2, 8), draw(3, 2, 8), draw(1, 4, 8).expand(3, 4, 8)
     no_keys = _delta(9, 3, state_indices=_integers([1]))
-    no_keys["qkv"][7, :32] = 0  # of the first eight tokens, the last
+    no_keys["qkv"][7, :32] = 0  # the eighth token
     return {
         "q and v of one token for all": _delta(
             3, 2, qkv=apart, a=draw(1, 4).expand(3, 4), state_indices=_integers([1])
@@ -172,10 +177,11 @@ def _more_delta_rules() -> dict[str, dict]:
 
 
 def _slots_of_tokens() -> list[Wrong]:
-    """A slot for each token's state."""
+    """One slot for each token's state."""
     return [
-        # States read from behind and before the pool; accepted counts of zero and too many; the
-        # last state of the last sequence but one has no slot.
+        # States from past and before the pool, accepted counts that are zero or too large. The last
+        # state
+        # of the last sequence but one has no slot.
         _call(
             "slots and counts", _delta(18, 20),
             {"state_indices": [[7, 1], [20, 3], [-2, 4], [5, 6], [8, 9], [10, -1], [11, 12],
@@ -188,7 +194,7 @@ def _slots_of_tokens() -> list[Wrong]:
         ),
         _call("a place before the pool", _delta(4, 6),
               {"state_indices": [[4, -2], [1, 2]]}, {"state_indices": [[4, -1], [1, 2]]}, [1]),
-        # A valid call skips three tokens as two sequences.
+        # The valid call skips three tokens as two sequences.
         _call("more tokens than slots", _delta(5, 6),
               {"state_indices": [[4, 3], [1, 2]], "cu_seqlens": [0, 3, 5]},
               {"state_indices": [[-1, -1], [-1, -1], [1, 2]], "cu_seqlens": [0, 2, 3, 5]},
@@ -197,11 +203,12 @@ def _slots_of_tokens() -> list[Wrong]:
 
 
 def _kept_states() -> list[Wrong]:
-    """The states after each token are kept in rows."""
+    """The states after each token are stored in rows."""
     kept = _normal()(9, 2, 4, 8, 8)
     return [
-        # A negative accepted count and one above the kept states, rows behind the last and before
-        # the first, and a sequence without an initial state.
+        # A negative accepted count, one above the number of stored states, rows past the last and
+        # before
+        # the first, and a sequence without initial state.
         _call(
             "rows and counts", _delta(16, 10, intermediate_states=kept),
             {"state_indices": [0, 1, 2, 3, 4, 5, 6, 7],
@@ -222,7 +229,7 @@ def _kept_states() -> list[Wrong]:
 
 
 def _starts() -> list[Wrong]:
-    """Where one start is wrong, all tokens are NaN and all states stay."""
+    """One wrong start makes all tokens NaN and leaves all states unchanged."""
     wrong = {
         "a start that is not 0": [1, 2, 2, 9],
         "an end behind the tokens": [0, 2, 2, 12],

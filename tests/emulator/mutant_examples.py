@@ -1,4 +1,5 @@
-"""What mutants of AscendC kernels are run on, and what is right: an op's cases and its calls."""
+"""Calls that mutants of AscendC kernels run, with expected results: an op's cases
+and sample calls."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from npu_ops.core import rng
 from npu_ops.core.cases import Call
 from npu_ops.core.compare import assert_close
 
-LARGEST = 130_000  # elements of a case's arguments: the twin takes about 1 us for each
-# The most elements of a pool: the twin touches only a few slots.
+LARGEST = 130_000  # elements of a case's arguments: the twin takes about 1 us each
+# More for pools: the twin accesses only a few slots.
 LARGEST_OF = {"gated_delta_rule_update": 270_000, "causal_conv1d_update": 270_000}
-# (vector cores, bytes of their memory): the chip's own, and few, so that a core has many tiles.
+# (vector cores, bytes of their memory): the chip's own, and few cores with many tiles each.
 CORES = ((None, None), (2, 144 * 1024))
-# Arguments that are also tried with numbers whose exponentials overflow.
+# Arguments that are also tried with values whose exponentials overflow.
 STEEP = {"gdn_gate": ("a", "b"), "rms_norm_gated": ("z",)}
-# The argument of a call that has positions. They are also tried as int32 and beyond their table.
+# Each call's argument with positions; also tried as int32, and with a position outside the table.
 POSITIONS = {"rope_gather": "position_ids", "cached": "positions",
              "qk_norm_rope_cached": "positions"}  # fmt: skip
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -31,7 +32,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A call on the NPU, and what is right: of results, gradients and what is written in place."""
+    """A call on the NPU, with the expected results, gradients and written tensors."""
 
     name: str
     op: str
@@ -45,13 +46,13 @@ class Example:
     memory: int | None = None
 
     def run(self) -> bool:
-        """Whether the results are right. Raises what the call does."""
+        """Run it; return whether the results are right. Raises what the call raises."""
         actual = compute(self.op, "ascendc", self.function, self.arguments, self.wrt, self.writes)
         try:
             for name, value in actual.items():
                 tolerance = kit.tolerance(self.op, name, value, self.dtype)
                 right = self.expected[name].to(value.device)
-                # A NaN counts as right where a NaN is expected.
+                # NaN is right where NaN is expected.
                 value, right = (torch.nan_to_num(x, nan=100.0) for x in (value, right))
                 assert_close(name, value, right, tolerance)
         except AssertionError:
@@ -60,8 +61,10 @@ class Example:
 
 
 def compute(op: str, implementation: str, function, inputs: dict, wrt, writes) -> dict:
-    """Results, gradients and what is written, by name; the inputs stay as they are, and what is
-    random is the same each time."""
+    """Return results, gradients and written tensors by name.
+
+    The inputs stay unchanged, and the random state is fixed.
+    """
     inputs = inputs | {name: inputs[name].clone() for name in writes}
 
     def state(device, generator):
@@ -73,7 +76,7 @@ def compute(op: str, implementation: str, function, inputs: dict, wrt, writes) -
 
 
 def examples(op: str) -> list[Example]:
-    """The cases of an op that are not too large, each in one dtype, and its small calls."""
+    """Return an op's small calls, and its cases that are not too large, each in one dtype."""
     made = [*of_cases(op), *of_calls(op), *of_more_calls(op), *of_wrong_calls(op)]
     return [dataclasses.replace(of_all, cores=cores, memory=memory)
             for of_all in made for cores, memory in CORES]  # fmt: skip
@@ -117,7 +120,7 @@ def of_call(op: str, call: Call, inputs: dict, in_place: bool) -> Example:
 
 
 def outside(op: str, call: Call, name: str) -> Example:
-    """A call with a position, the last of the last axis, behind its table: there it reads NaN."""
+    """A call whose last position, on the last axis, is outside the table; its rows must be NaN."""
     inputs = call.arguments()
     positions = inputs[name].clone()
     tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
@@ -138,7 +141,7 @@ def of_more_calls(op: str) -> Iterator[Example]:
 
 
 def moved(inputs: dict) -> dict:
-    """Arguments on the NPU, laid out as they are here, those of a tuple too."""
+    """Return the arguments on the NPU with the same memory layout, also those in a tuple."""
 
     def one(value):
         if isinstance(value, tuple):
@@ -153,7 +156,7 @@ def moved(inputs: dict) -> dict:
 
 
 def of_wrong_calls(op: str) -> Iterator[Example]:
-    """Calls with numbers that lead nowhere: what is theirs is NaN, and nothing else changes."""
+    """Calls with invalid index values: the affected rows are NaN, and nothing else changes."""
     for wrong in WRONG.get(op, ()):
         function, on_npu = getattr(npu_ops, op), on_device(wrong.given, "npu")
         writes = written(op, wrong.given)
@@ -168,7 +171,7 @@ def example(name, op, function, inputs, on_npu, wrt, writes, dtype) -> Example:
 
 
 def written(op: str, inputs: dict) -> tuple[str, ...]:
-    """The arguments that an op always overwrites."""
+    """Return the names of the arguments that an op always writes."""
     (names,) = {call.writes for call in kit.of(op).CALLS if not call.in_place} or {()}
     return tuple(name for name in names if name in inputs)
 

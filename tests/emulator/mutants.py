@@ -1,14 +1,13 @@
-"""Wrong kernels made from ours: each must be caught by a check of the twin or by a wrong result.
+"""Mutation testing of our AscendC kernels: a check of the twin or a wrong result must catch each.
 
     npu-ops emulate -- python tests/emulator/mutants.py                        # all of them
     npu-ops emulate -- python tests/emulator/mutants.py --op rope --sample 40  # some, by --seed
 
-A mutant is one of our AscendC kernels with one place changed (mutations.py): a wait, a free, an
-event or an instruction left out, a buffer halved, an edge shifted, a queue taken for another, cores
-that do the same. It runs the cases of its op that come past that place, the quickest first, until
-one gives it away: on all cores, and on two with less of their memory, where a core has many tiles.
-Prints the score of each file, and what survives; ends with 1 if a mutant survives that
-equivalent_mutants.py does not explain.
+A mutant is an AscendC kernel with one place changed (mutations.py): a wait, free, event or
+instruction left out, a buffer halved, an edge moved, another queue used, or cores that do the same
+work. It runs the cases of its op that reach that place, the quickest first, until one catches it:
+on all cores, and on two with less memory, where a core has many tiles. Prints the score of each
+file and the survivors. The exit status is 1 if equivalent_mutants.py does not explain a survivor.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from mutations import Build, Mutant
 
 from npu_ops.core import ascendc, library
 
-# A mutant's limit in processor seconds, which catches endless loops, and in seconds of waiting.
+# Limit of a mutant in CPU seconds, which ends endless loops, and in seconds of waiting.
 LIMIT, PATIENCE = 15, 1200
 
 
@@ -48,7 +47,7 @@ LIMIT, PATIENCE = 15, 1200
 
 
 class Library:
-    """A build in use: which mutant is on, which were come past, and what the twin warned of."""
+    """A loaded build: switches mutants on, reads which were reached and the twin's warnings."""
 
     def __init__(self, build: Build):
         self.path = build.path
@@ -61,8 +60,11 @@ class Library:
         self.warnings: set[str] = set()
 
     def install(self) -> None:
-        """Let npu_ops launch this build. It asks for a target before each launch, when what the
-        last one was warned of is still there."""
+        """Make npu_ops launch this build.
+
+        npu_ops asks for a target before each launch; then the warnings of the last launch are still
+        there.
+        """
 
         def target(op, device):
             self._collect()
@@ -72,7 +74,7 @@ class Library:
         ascendc.target = target
 
     def run(self, example: Example, mutant: int = -1) -> str | None:
-        """What gives a mutant away, None if nothing does; of the kernel itself, too."""
+        """Run an example; return what caught the mutant, None if nothing did."""
         self._on.value = mutant
         self.example, self.warnings = example, set()
         try:
@@ -85,7 +87,7 @@ class Library:
         return None if right else "result"
 
     def reached(self) -> list[int]:
-        """The mutants that were come past since this was asked before."""
+        """Return the mutants that were reached since the last call."""
         numbers = [number for number, reached in enumerate(self._reached) if reached]
         ctypes.memset(self._reached, 0, len(self._reached))
         return numbers
@@ -98,7 +100,8 @@ class Library:
 
 @dataclasses.dataclass
 class Known:
-    """Of an example: how long it takes, which mutants it comes past, what is warned of anyway."""
+    """Facts about an example: its seconds, the mutants it reaches, and warnings
+    without a mutant."""
 
     seconds: float
     reached: set[int]
@@ -106,7 +109,7 @@ class Known:
 
 
 def work(op: str) -> None:
-    """Run the mutants whose numbers come line by line; print a verdict for each."""
+    """Run the mutants whose numbers come on stdin, one per line; print a verdict for each."""
     build = mutations.build(op)
     library.poison_outputs = True
     running = Library(build)
@@ -140,7 +143,7 @@ def learn(running: Library, example: Example) -> Known:
 
 
 class Worker:
-    """A process in which mutants may crash or never end."""
+    """A child process in which mutants may crash or hang."""
 
     def __init__(self, op: str):
         command = [sys.executable, __file__, "--work", op]
@@ -157,7 +160,7 @@ class Worker:
         return self._answer(LIMIT)["verdict"]
 
     def _answer(self, seconds: float) -> dict:
-        """Its next line; a machine that is busy with other things does not count as its time."""
+        """Return its next line. The limit is in its own CPU seconds, so a busy machine is fine."""
         patience, used = time.monotonic() + PATIENCE, self._processor_time()
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._process.stdout, selectors.EVENT_READ)
@@ -168,7 +171,7 @@ class Worker:
         return json.loads(line) if line.startswith("{") else {"verdict": "crash"}
 
     def _processor_time(self) -> float:
-        """Seconds that it has had so far (proc(5), stat)."""
+        """CPU seconds that it has used (proc(5), stat)."""
         stat = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
         user, system = stat.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -179,7 +182,7 @@ class Worker:
 
 
 def verdicts(op: str, chosen: list[Mutant], build: Build) -> Iterator[tuple[Mutant, str | None]]:
-    """What gives each mutant away; "unreached" where no case comes past it."""
+    """Yield each mutant with what caught it; "unreached" if no case reaches it."""
     worker = Worker(op)
     for mutant in chosen:
         number = build.mutants.index(mutant)
@@ -195,7 +198,7 @@ def verdicts(op: str, chosen: list[Mutant], build: Build) -> Iterator[tuple[Muta
 
 
 def why_equivalent(mutant: Mutant) -> str | None:
-    """Why nobody can tell a mutant from the kernel, if that is so."""
+    """Return why a mutant behaves like the kernel, None if no reason is listed."""
     for (file, rule, old), why in EQUIVALENT.items():
         if (file, rule) == (mutant.file, mutant.rule) and old in " ".join(mutant.old.split()):
             return why
@@ -203,7 +206,7 @@ def why_equivalent(mutant: Mutant) -> str | None:
 
 
 def chosen_mutants(options) -> dict[str, list[Mutant]]:
-    """The mutants of each op, or a sample of them."""
+    """Return the mutants by op, or a sample of them."""
     chosen = {}
     for op in [options.op] if options.op else mutations.ops():
         found = [m for file in mutations.device_files(op) for m in mutations.mutants_of(file)]
@@ -232,7 +235,7 @@ def main() -> int:
         for op, mutants in chosen.items():
             build = builds[op].result()
             results |= dict.fromkeys(set(mutants) & set(build.refused), "does not compile")
-            # If one op caught a mutant of a shared header, the mutant counts as caught.
+            # A mutant of a shared header is caught if one op's cases catch it.
             left = [m for m in mutants if m in build.mutants and results.get(m) not in CAUGHT]
             for mutant, verdict in verdicts(op, left, build):
                 if mutant not in results or verdict != "unreached":
@@ -244,7 +247,7 @@ def main() -> int:
 
 
 def report(results: dict[Mutant, str | None]) -> int:
-    """Print the score; 1 if it is too low."""
+    """Print the score; return 1 if a survivor has no explanation."""
     by_file: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     unexplained = []
     for mutant, verdict in sorted(results.items(), key=lambda item: (item[0].file, item[0].line)):

@@ -1,8 +1,8 @@
-"""Mistakes to make in our AscendC kernels: what is changed where, and sources that hold them all.
+"""Mutations of our AscendC kernels, and sources that contain them all.
 
-One build of an op has every mistake in it, each behind `npu_ops_mutated(number)`, and a variable of
-the library says which of them is made. So a mutant costs no compilation, and the library knows
-which of them a call comes past.
+One build of an op contains every mutation behind `npu_ops_mutated(number)`, and a variable of the
+library selects one. So a mutant needs no compilation, and the library records which mutants a call
+reaches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from npu_ops_emulator import EmulatorError, headers, twins
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """`text` stands in place of [start, end) of `file`; `line` counts from 1."""
+    """A mutation: `text` replaces [start, end) of `file`; `line` counts from 1."""
 
     rule: str
     file: str
@@ -41,13 +41,13 @@ class Mutant:
 
 # ---- rules ----
 
-# A place to change in a text without comments: start, end, replacement.
+# A place to change, in text without comments: start, end, replacement.
 Place = tuple[int, int, str]
 Find = Callable[[str], Iterator[Place]]
 
 
 def closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` is closed."""
+    """Return the position of the bracket that closes the one at `opening`."""
     depth = 0
     for at in range(opening, len(text)):
         depth += (text[at] in "([{") - (text[at] in ")]}")
@@ -57,7 +57,7 @@ def closing(text: str, opening: int) -> int:
 
 
 def arguments(text: str, opening: int) -> list[tuple[int, int]]:
-    """Where the arguments of a call are, its bracket opening at `opening`."""
+    """Return the spans of a call's arguments, for the bracket at `opening`."""
     spans, depth, start = [], 0, opening + 1
     for at in range(opening, closing(text, opening) + 1):
         depth += text[at] in "([{"
@@ -70,7 +70,7 @@ def arguments(text: str, opening: int) -> list[tuple[int, int]]:
 
 
 def statements(call: str) -> Callable[[str], Iterator[tuple[int, int, int]]]:
-    """Statements that are a call, or an assignment of one: from, to, and the call's bracket."""
+    """Find statements that are a call, or assign one: (start, end, the call's bracket)."""
     begin = r"^[ \t]*(?:else )?(?:if \([^()]*\) )?"
     called = rf"((?:\w+ = )?[\w.:\[\]]*?(?:template )?\b(?:{call})(?:<[^;()]*>)?)\("
     pattern = re.compile(begin + called, re.M)
@@ -86,7 +86,7 @@ def statements(call: str) -> Callable[[str], Iterator[tuple[int, int, int]]]:
 
 
 def dropped(call: str) -> Find:
-    """The statement is not there."""
+    """A rule: remove the statement."""
 
     def find(text: str) -> Iterator[Place]:
         for start, end, _ in statements(call)(text):
@@ -96,7 +96,7 @@ def dropped(call: str) -> Find:
 
 
 def argument(call: str, which: int, new: str, unless: str = r"$^") -> Find:
-    """An argument of such statements is another; `{}` in it is what it was."""
+    """A rule: replace an argument of such statements; `{}` in `new` stands for the old text."""
 
     def find(text: str) -> Iterator[Place]:
         for _, _, opening in statements(call)(text):
@@ -119,7 +119,7 @@ def halved_buffers(text: str) -> Iterator[Place]:
 
 
 def swapped(call: str) -> Find:
-    """The second and third argument of a call in each other's place."""
+    """A rule: swap the second and third argument of a call."""
 
     def find(text: str) -> Iterator[Place]:
         for start, end, opening in statements(call)(text):
@@ -132,7 +132,7 @@ def swapped(call: str) -> Find:
 
 
 def other_queue(text: str) -> Iterator[Place]:
-    """A tile goes through the next queue of the same direction: double buffers swapped."""
+    """Use the next queue of the same direction for a tile, which swaps double buffers."""
     declared = re.findall(r"TQue<.*?> ((?:\w+, )*\w+);", text)
     following = {}
     for names in map(lambda found: found.split(", "), declared):
@@ -145,7 +145,7 @@ def other_queue(text: str) -> Iterator[Place]:
 
 
 def forgotten_edges(text: str) -> Iterator[Place]:
-    """What a number may not pass is far away."""
+    """Replace the bound in `smaller` by a huge number."""
     for match in re.finditer(r"\bsmaller\(", text):
         start, end = arguments(text, match.end() - 1)[-1]
         if text[start:end] != "int64_t b":
@@ -153,7 +153,7 @@ def forgotten_edges(text: str) -> Iterator[Place]:
 
 
 def expression(pattern: str, new: str) -> Find:
-    """Group 1 of a pattern is `new`, in which `{}` is what it was."""
+    """A rule: replace group 1 of a pattern; `{}` in `new` stands for the old text."""
 
     def find(text: str) -> Iterator[Place]:
         for match in re.finditer(pattern, text):
@@ -163,7 +163,7 @@ def expression(pattern: str, new: str) -> Find:
 
 
 def other_connectives(text: str) -> Iterator[Place]:
-    """Of what is true or false, an "and" is an "or", or the other way round."""
+    """In conditions, replace "and" by "or" and the other way round."""
     begin, part = r"(?:\bif \(|\breturn |[^=!<>]= |\bfor \([^;]*; )", r"(?:(?! = )[^;{}])*?"
     whole = rf"{begin}({part}(?:&&|\|\|){part})(?:;|\)\s*(?:{{|\w))"
     for match in re.finditer(whole, text):
@@ -173,7 +173,7 @@ def other_connectives(text: str) -> Iterator[Place]:
             yield match.start(1), match.end(1), " ".join(new.split())
 
 
-# Instructions that change values, and the argument that is the count.
+# Instructions that change values, and the index of their count argument.
 _INSTRUCTION = ("Add|Sub|Mul|Div|Max|Min|Adds|Muls|Maxs|Mins|Abs|Exp|Ln|Sqrt|Reciprocal|Cast|Brcb|"
                 "Select|CompareScalar|Gather|WholeReduceSum|And|Or|ShiftRight|Axpy|"
                 "MulAddDst")  # fmt: skip
@@ -183,7 +183,7 @@ _OWN = ("add_products|add_rows|scale_rows|times_row|plus_row|plus|finish_sums|si
 _NUMBER = r"[a-z_][\w.]*(?:\(\w*\))?"
 
 RULES: dict[str, tuple[Find, bool]] = {
-    # name: (the places to change with their replacements, whether whole statements are replaced)
+    # name: (finds places and replacements, whether whole statements are replaced)
     "no EnQue": (dropped("EnQue"), True),
     "no DeQue": (dropped("DeQue"), True),
     "no FreeTensor": (dropped("FreeTensor"), True),
@@ -227,7 +227,7 @@ def _without_comments(text: str) -> str:
 
 
 def mutants_of(file: str) -> list[Mutant]:
-    """Those of a file of csrc."""
+    """Return the mutants of a file in csrc."""
     text = (headers.kernel_sources() / file).read_text()
     plain = _without_comments(text)
     ends = [match.start() for match in re.finditer("\n", text)]
@@ -241,7 +241,7 @@ def mutants_of(file: str) -> list[Mutant]:
 
 
 def device_files(op: str) -> list[str]:
-    """The device code of an op's kernels: its source and what `*ascendc.h` it includes."""
+    """Return the device code of an op's kernels: its source and each included `*ascendc.h`."""
     files = [f"{op}/{op}_ascendc.cpp"]
     for including in files:
         text = (headers.kernel_sources() / including).read_text()
@@ -256,7 +256,7 @@ def ops() -> list[str]:
     return sorted(path.parent.name for path in headers.kernel_sources().glob("*/*_ascendc.cpp"))
 
 
-# ---- sources with all of them ----
+# ---- sources with all mutants ----
 
 _SWITCH = """#pragma once
 extern "C" {{
@@ -272,7 +272,7 @@ inline bool npu_ops_mutated(int number) {{
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A library with an op's kernels, and its mutants by their numbers."""
+    """A library with an op's kernels and all its mutants, which are numbered."""
 
     op: str
     path: pathlib.Path
@@ -281,7 +281,7 @@ class Build:
 
 
 def build(op: str) -> Build:
-    """Compile an op's kernels with all their mutants; what does not compile is left out."""
+    """Compile an op's kernels with all mutants, leaving out those that do not compile."""
     chosen = [mutant for file in device_files(op) for mutant in mutants_of(file)]
     refused: list[Mutant] = []
     for _ in range(8):
@@ -300,14 +300,14 @@ def build(op: str) -> Build:
 
 
 def _blamed(errors: str, folder: pathlib.Path, chosen: list[Mutant]) -> list[Mutant]:
-    """The mutants in the lines that the compiler has something against, whole statements first."""
+    """Return the mutants on lines with compile errors, statement mutants only if there are any."""
     lines = {(file, int(line)) for file, line in re.findall(rf"{folder}/(\S+?):(\d+):", errors)}
     there = [mutant for mutant in chosen if (mutant.file, mutant.line) in lines]
     return [mutant for mutant in there if mutant.is_statement and mutant.text] or there
 
 
 def _written(op: str, mutants: list[Mutant]) -> pathlib.Path:
-    """A folder with the sources that hold these mutants, the same for the same."""
+    """Write the sources with these mutants to a folder named by their hash; return the folder."""
     numbers = {mutant: number for number, mutant in enumerate(mutants)}
     texts = {"mutant.h": _SWITCH.format(count=max(1, len(mutants)))}
     for file in device_files(op):
@@ -329,14 +329,14 @@ def _written(op: str, mutants: list[Mutant]) -> pathlib.Path:
                 (made / file).write_text(text)
             try:
                 os.rename(made, folder)
-            except OSError:  # another process was quicker
+            except OSError:  # another process wrote it first
                 if not folder.exists():
                     raise
     return folder
 
 
 def rendered(text: str, numbers: dict[Mutant, int]) -> str:
-    """The text with each of the mutants behind its number; lines stay where they are."""
+    """Return the text with each mutant behind its number, without changing line numbers."""
     by_span = collections.defaultdict(list)
     for mutant in numbers:
         by_span[mutant.start, mutant.end].append(mutant)
@@ -344,7 +344,7 @@ def rendered(text: str, numbers: dict[Mutant, int]) -> str:
 
     @functools.cache
     def inside(start: int, end: int, first: int) -> tuple[str, int]:
-        """The text from `start` to `end`, and the first of the spans behind it."""
+        """Return the text from `start` to `end`, and the index of the first span after it."""
         parts, at, i = [], start, first
         while i < len(spans) and spans[i][1] <= end:
             begin, stop = spans[i]
@@ -358,9 +358,9 @@ def rendered(text: str, numbers: dict[Mutant, int]) -> str:
 
 
 def _either(old: str, mutants: list[tuple[int, Mutant]]) -> str:
-    """C++ that is `old` unless one of the mutants, all of the same place, is on."""
+    """Return C++ that is `old` unless one of the mutants, all at this place, is on."""
     if mutants[0][1].is_statement:
-        # All alternatives stay on one line, because findings name the lines of the source.
+        # On one line, because findings name lines of the source.
         each = "".join(f"if (npu_ops_mutated({n})) {{ {' '.join(m.text.split())} }} else "
                        for n, m in mutants)  # fmt: skip
         return f"{{ {each}{{ {old} }} }}"

@@ -1,4 +1,4 @@
-"""What a device would have against AscendC kernels: seen by clang, where g++ forgives."""
+"""Mistakes in AscendC kernels that a device does not allow: clang reports them, g++ does not."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 MISTAKES = pathlib.Path(__file__).parent / "kernels" / "device_mistakes.cpp"
 
-# The finding for each mistake in device_mistakes.cpp.
+# The expected finding for each mistake in device_mistakes.cpp.
 FOUND = {
     "kDouble": "Run.*: double",
     "kStandardLibrary": "std::max.*: has no __aicore__",
@@ -76,7 +76,7 @@ def test_a_call_that_ascend950_has_not_is_found(tmp_path):
 
 
 def test_why_the_twin_does_not_run_them():
-    """An Add of Ascend910B is an instruction on memory; of Ascend950, a function on registers."""
+    """Ascend910B's Add is an instruction on memory; Ascend950's is a function on registers."""
     of = {name: headers.staged() / "asc-devkit/impl/basic_api" / name
           for name in ("dav_c220", "dav_3510")}  # fmt: skip
     on_memory = (of["dav_c220"] / "kernel_operator_vec_binary_impl.h").read_text()

@@ -1,4 +1,4 @@
-"""Runs what is in `inside` on the emulated NPU: the files there are tests of their own process."""
+"""Run the files in `inside` on the emulated NPU: they are tests for processes of their own."""
 
 import json
 import os
@@ -21,11 +21,11 @@ def python(code: str, *options: str, **variables):
 
 
 def pytest_inside(*names: str, options=(), **variables):
-    """Run the tests of files in `inside` on the emulated NPU, in one process.
+    """Run the tests in files of `inside` on the emulated NPU, in one process.
 
-    One more costs six seconds of imports: a file has its own where what it does needs that.
+    Another process costs six seconds of imports, so only tests that need one get it.
     """
-    # The process may end in the middle of a test; its last output must not be captured then.
+    # The process may end within a test; captured output would then be lost.
     return emulate(
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys",
         *(str(INSIDE / f"{name}.py") for name in names), options=options, **variables,
@@ -33,7 +33,7 @@ def pytest_inside(*names: str, options=(), **variables):
 
 
 def torchrun(ranks, name, *arguments, **variables):
-    """Run a file of `inside` on so many NPUs, each with a process."""
+    """Run a file of `inside` on this number of NPUs, with one process each."""
     return emulate(
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
         str(INSIDE / name), *arguments, options=["--devices", str(ranks)], OMP_NUM_THREADS="1",
@@ -108,7 +108,7 @@ def test_broken_collective_ends_with_a_sentence(fault):
 
 
 def test_megatron_trains_and_two_ranks_equal_one():
-    """A GPTModel on our Triton kernels: alone, with tensor and with context parallelism."""
+    """A GPTModel with our Triton kernels: on one rank, with tensor and with context parallelism."""
     assert MEGATRON.exists(), "run tests/adapters/fetch_megatron.py"
     path = os.pathsep.join(map(str, (ROOT, PYTHON, MEGATRON)))
     done = torchrun(2, "megatron_training.py", PYTHONPATH=path)
@@ -138,7 +138,7 @@ def test_autoload_and_options():
 
 @pytest.mark.parametrize("named, count", [("2,0,7,1", 2), ("", 0)])
 def test_visible_devices(named, count):
-    """As Ray tells each of its workers."""
+    """Ray sets this variable for each worker."""
     done = python(
         """
         import torch
@@ -228,9 +228,9 @@ def test_failure_in_the_task_queue_ends_the_process():
 
 
 def test_values_that_read_other_memory():
-    """A device does not look at them before it computes, so nor does the first phase."""
+    """A device does not check values before it computes, so the first phase must not either."""
     calls = {
-        # torch ignores this label; the device would read the address before the row.
+        # torch ignores this label; the device would read memory before the row.
         "npu_cross_entropy_loss(x, torch.tensor([0, 2, -100]).npu())": "a label outside [0, 4)",
         "npu_moe_token_permute(x, torch.tensor([0, -1, 2]).npu())": "indices: got one outside",
         "npu_grouped_matmul([x.t()], [x], group_list=torch.tensor([2, 4]).npu(), split_item=3,"
@@ -302,7 +302,7 @@ def test_status_says_what_is_built(tmp_path):
 
 
 def test_commands_come_from_this_environment():
-    """Also without `--`, and where PATH knows another Python or none."""
+    """Also without `--`, and if PATH has another Python or none."""
     command = ["--devices", "1", "python", "-c", "import sys; print(sys.prefix)"]
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_emulator", *command],

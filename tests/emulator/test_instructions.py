@@ -1,8 +1,8 @@
-"""Every instruction of csrc/twin against formulas of numpy's, on random operands.
+"""Every instruction of csrc/twin against numpy formulas, on random operands.
 
-Strides, repeats and masks are random too: whole ones, tails, scattered bits, counts. An instruction
-must change of the unified buffer what the formula changes, and nothing else, bit for bit. Here are
-those that compute along elements; test_instructions_across.py has the others.
+Strides, repeats and masks are random too: full masks, tails, scattered bits, counts. An instruction
+must change the unified buffer exactly where the formula does, bit for bit. Elementwise instructions
+are here; test_instructions_across.py has the others.
 """
 
 import re
@@ -79,13 +79,13 @@ def test_one_operand(instruction):
 
 
 def test_copies():
-    """A count is that of each repeat, as AscendC's Broadcast has it: here up to 300 in 5."""
+    """A count is per repeat, as in AscendC's Broadcast: here up to 300 in each of up to 5."""
     assert names("vcopy")
     for name in names("vcopy"):
         _, kind, _ = kinds_of(name)
         for seed in range(3 * TRIES):
             call = Call(name, seed)
-            # Repeats do not overlap, because the guide leaves open in which order they write.
+            # Repeats must not overlap: the guide does not define the order of their writes.
             call.to = (call.to[0], 1, 300 * TYPES[kind].itemsize // 32 + 1)
             expect = elementwise(call, kind, kind, lambda x, *_: x, operands=1, of_each=True)
             check(call, lambda image, expect=expect: expect(image) and None)
@@ -110,7 +110,7 @@ def test_shift_right(kind):
 
 
 _PAIR = re.compile(r"({0})2({0})".format("|".join(formulas.SHORT)))
-# Numbers that conversions between each pair of types treat differently.
+# Numbers at which conversions differ.
 SPECIAL = [0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 1e-8, -1e-8, 65504.0, 65519.0,
            65520.0, 70000.0, -65520.0, 3e38, -3e38, 2147483648.0, -2147483904.0, 32767.5, -32769.0,
            127.5, 255.5, np.inf, -np.inf, np.nan, 5.96e-8, 2.9e-8, 1e-40]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Instructions of csrc/twin that compare, choose, reduce, move and transpose, against numpy."""
+"""Instructions of csrc/twin that compare, select, reduce, move and transpose, against numpy."""
 
 import re
 
@@ -15,19 +15,19 @@ SEEDS = pytest.mark.parametrize("seed", range(2 * TRIES))
 
 
 def few(call: Call, kind: str) -> np.ndarray:
-    """Numbers of which many are equal, and whose sums are exact in any order."""
+    """Return small integers: many are equal, and their sums are exact in any order."""
     count = 16 * 1024 // TYPES[kind].itemsize
     return formulas.narrow(call.draw.integers(-8, 9, count).astype(np.float32), kind)
 
 
 def whole_repeats(call: Call, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """All elements of the repeats, whatever the mask."""
+    """Return all elements of the repeats, ignoring the mask."""
     each = 256 // TYPES[kind].itemsize
     return np.divmod(np.arange(call.mask.repeats(call.repeats, each) * each), each)
 
 
 def put_bits(image: np.ndarray, start: int, bits: np.ndarray) -> None:
-    """One bit for each element, the first in the lowest of a byte."""
+    """Write one bit per element, the first one to the lowest bit of a byte."""
     packed = np.packbits(bits, bitorder="little")
     image[start : start + len(packed)] = packed
 
@@ -37,11 +37,11 @@ def bits_of(image: np.ndarray, start: int, count: int) -> np.ndarray:
 
 
 def left_bits(call: Call) -> np.ndarray:
-    """CMPMASK as the call left it."""
+    """Return CMPMASK after the call."""
     return np.unpackbits(call.left[:2].view(np.uint8), bitorder="little").astype(bool)
 
 
-# ---- comparisons and choices ----
+# ---- comparisons and selections ----
 
 
 @FLOATS
@@ -97,8 +97,10 @@ def test_compare_into_the_register(mode, kind):
 @SEEDS
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_select(mode, seed, kind):
-    """By the same bits for each repeat (0), or by bits that go on; where they are 0, a scalar (1)
-    or a tensor (2)."""
+    """Mode 0 uses the same bits in each repeat; modes 1 and 2 use consecutive bits.
+
+    Where a bit is 0, mode 1 takes a scalar, mode 2 the second tensor.
+    """
     call = Call(f"vsel.{kind}", seed)
     each = 256 // TYPES[kind].itemsize
     call.scalar = 1.25
@@ -116,7 +118,7 @@ def test_select(mode, seed, kind):
         image.view(TYPES[kind])[call.places(call.to, kind, repeats, elements)] = np.where(
             chosen, x, other
         )
-        if mode:  # what the kernel put where CMPMASK came from
+        if mode:  # the kernel stored CMPMASK's source there
             size = TYPES[kind].itemsize if mode == 1 else 8
             image[MORE + 8192 : MORE + 8192 + size] = call.run()[MORE + 8192 : MORE + 8192 + size]
 
@@ -130,7 +132,7 @@ PATTERNS = {1: "10", 2: "01", 3: "1000", 4: "0100", 5: "0010", 6: "0001", 7: "1"
 @pytest.mark.parametrize("mode", range(8))
 @pytest.mark.parametrize("kind", ["uint16_t", "uint32_t"])
 def test_keep_some(kind, mode, seed):
-    """By a pattern, or by bits of each repeat's own."""
+    """Select by a fixed pattern, or by each repeat's own bits."""
     call = Call(f"vreducev2.{kind}", seed)
     call.more[0] = mode
     call.mask.count = min(call.mask.count, 256 // TYPES[kind].itemsize)
@@ -156,7 +158,7 @@ def test_keep_some(kind, mode, seed):
 
 
 def groups(call: Call, kind: str, size: int):
-    """(repeat, group of a repeat, places of its elements) where any takes part."""
+    """Yield (repeat, group, elements, positions) for each group with a selected element."""
     repeats, elements = call.mask.elements(call.repeats, 256 // TYPES[kind].itemsize)
     for repeat in np.unique(repeats):
         of_repeat = elements[repeats == repeat]
@@ -195,7 +197,7 @@ def test_reduce_groups(instruction, kind, seed):
 @FLOATS
 @SEEDS
 def test_sum(kind, seed):
-    """A sum for each repeat, or one of all in a register."""
+    """One sum per repeat, or one of all repeats in a register."""
     call = Call(f"vcadd.{kind}", seed)
     accumulate = call.more[0] = seed % 2
     call.to = (TO, 1, int(call.draw.integers(1, 4)))
@@ -220,7 +222,7 @@ def test_sum(kind, seed):
 @pytest.mark.parametrize("order", range(4))
 @pytest.mark.parametrize("instruction, best", [("vcmax", np.argmax), ("vcmin", np.argmin)])
 def test_best(instruction, best, order, kind):
-    """The value and its index, the other way round, the value, or the index."""
+    """Results: value and index in either order, only the value, or only the index."""
     for seed in range(TRIES):
         call = Call(f"{instruction}.{kind}", seed)
         call.to = (TO, 1, int(call.draw.integers(1, 4)))
@@ -280,15 +282,16 @@ def test_broadcast(kind, seed):
 @pytest.mark.parametrize("kind", ["uint16_t", "uint32_t"])
 @pytest.mark.parametrize("instruction", ["vgather", "vgatherb"])
 def test_gather(instruction, kind, seed):
-    """Elements, or whole blocks, at byte offsets."""
+    """Gather elements, or whole blocks, by byte offsets."""
     call = Call(f"{instruction}.{kind}", seed)
     size = TYPES[kind].itemsize
     blocks = instruction == "vgatherb"
     unit = 32 if blocks else size
     call.fill(call.b, "uint32_t", unit * call.draw.integers(0, 16 * 1024 // unit, 4096))
     if not blocks:
-        call.to = (A if seed == 0 else TO, 1, 8 if seed == 0 else call.to[2])  # once in place
-        if seed == 0:  # from its own repeat
+        # the first seed runs in place
+        call.to = (A if seed == 0 else TO, 1, 8 if seed == 0 else call.to[2])
+        if seed == 0:  # offsets within the same repeat
             repeats, elements = np.divmod(np.arange(4096), 256 // size)
             offsets = np.minimum(repeats * 256 + (elements ^ 1) * size, 16 * 1024 - size)
             call.fill(call.b, "uint32_t", offsets)
@@ -323,7 +326,7 @@ def test_transpose():
 @SEEDS
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_scatter_blocks(width, seed):
-    """Sixteen blocks, anywhere, become sixteen others: rows become columns."""
+    """Transposes sixteen blocks from any addresses into sixteen others."""
     call = Call(f"scatter_vnchwconv_b{8 * width}", seed)
     kind = np.dtype(f"u{width}")
     to_high, from_high = call.more[0], call.more[1] = seed % 2, seed // 2 % 2
@@ -336,12 +339,12 @@ def test_scatter_blocks(width, seed):
     def expect(image):
         for repeat in range(call.repeats):
             rows = np.stack([image[at : at + 32] for at in sources + 32 * repeat * call.a[2]])
-            rows = rows.view(kind)  # [16 blocks, elements of a block]
+            rows = rows.view(kind)  # [16 blocks, elements per block]
             if width == 1:
                 columns = rows[:, 16 * from_high : 16 * from_high + 16].T
             elif width == 2:
                 columns = rows.T
-            else:  # [16, 8] becomes 8 columns of 16, each of which fills two blocks
+            else:  # [16, 8] becomes 8 columns of 16; each fills two blocks
                 columns = rows.T.reshape(16, 8)
             for e, start in enumerate(starts + 32 * repeat * call.to[2]):
                 first = start + (16 * to_high if width == 1 else 0)
@@ -355,7 +358,7 @@ def test_scatter_blocks(width, seed):
 
 
 def bursts(call: Call, unit: int):
-    """A random number of bursts of random length, with gaps at both ends, counted in units."""
+    """Yield (target, source, length) of random bursts with gaps between them, in units."""
     call.repeats = int(call.draw.integers(1, 6))
     call.more[0] = int(call.draw.integers(1, 20))
     call.a, call.to = (
@@ -389,7 +392,7 @@ def test_copy(name, seed):
 @SEEDS
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_load_padded(width, seed):
-    """Bursts of any length fill whole blocks, the rest with a value or with the first element."""
+    """Each burst fills whole blocks; the padding is a value, or the first element."""
     call = Call(f"copy_gm_to_ubuf_align_b{8 * width}", seed)
     call.repeats = int(call.draw.integers(1, 6))
     length = int(call.draw.integers(1, 40)) * width
@@ -421,7 +424,7 @@ ADDED = ["float", "half", "bfloat16_t", "int32_t", "int16_t", "int8_t"]
 @pytest.mark.parametrize("kind", ADDED)
 @pytest.mark.parametrize("atomic", ATOMIC)
 def test_store_padded(atomic, kind):
-    """Bursts of any length; in global memory they replace what was there, or are added to it."""
+    """Bursts of any length replace the contents of global memory, or are added to them."""
     size = TYPES[kind].itemsize
     for seed in range(TRIES):
         call = Call(f"copy_ubuf_to_gm_align_b{8 * size}", seed)
@@ -454,17 +457,17 @@ def test_the_register_of_comparisons_is_stored():
     np.testing.assert_array_equal(call.left[:2].view(np.uint8), call.image[A : A + 16])
 
 
-# Instructions that set registers or order pipes are tested by their effect here, or by
+# Instructions that set registers or order pipes are tested by their effects, here or in
 # test_twin.py.
 ELSEWHERE = re.compile(r"(set|get)_|wait_flag")
 
 
 def test_every_instruction_is_here():
-    """What the headers call and the twin has, and the conversions of one scalar."""
+    """Every instruction that the headers call and the twin defines, and all scalar conversions."""
     called, defined = headers._called(headers.staged() / "asc-devkit"), headers._defined()
     scalars = {name for name in defined if name.startswith("conv_")}
     tried = {name.split(".")[0] for name in all_names()}
     missing = (called & defined | scalars) - tried
-    missing -= {"value_type"}  # the headers' own, in a cast
+    missing -= {"value_type"}  # the headers' own name, in a cast
     assert [name for name in missing if not ELSEWHERE.match(name)] == []
     assert len(called & defined) > 100

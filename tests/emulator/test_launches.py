@@ -1,4 +1,4 @@
-"""How many kernels a model launches: `npu-ops launches`, and that the numbers do not grow."""
+"""How many kernels a model launches: `npu-ops launches`, with upper limits."""
 
 import json
 import pathlib
@@ -43,7 +43,7 @@ CONFIGURATIONS = {
     "qwen3_5": Qwen3_5TextConfig(**SIZES, **LINEAR, architectures=["Qwen3_5ForCausalLM"]),
     "qwen3": Qwen3Config(**SIZES),
 }
-# The most launches of each layer, and of a whole step. Qwen4-Exp's indexer goes token by token.
+# Most launches per layer, and in a whole step. Qwen4-Exp's indexer runs token by token.
 MOST = {
     "olmo_hybrid": {
         "training, forward": ([33, 21], 76), "training, backward": ([], 121),
@@ -66,7 +66,7 @@ SHARE = {"qwen4_exp": 0.75}  # of the launches without npu-ops
 
 
 def launched(folder, tokens: str = "128") -> dict:
-    """What the command says, by way and step."""
+    """Return the command's output by way and step."""
     from npu_ops_tools.cli import app
 
     done = CliRunner().invoke(app, ["launches", str(folder), "--tokens", tokens, "--json"])
@@ -77,7 +77,7 @@ def launched(folder, tokens: str = "128") -> dict:
 
 @pytest.mark.parametrize("model", MOST)
 def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
-    """Of each kind of layer one, and much fewer than without npu-ops."""
+    """Checks one layer of each kind, and that there are far fewer launches than without npu-ops."""
     CONFIGURATIONS[model].save_pretrained(tmp_path)
     said, share = launched(tmp_path, TOKENS.get(model, "128")), SHARE.get(model, 0.6)
     ours, theirs = said["with npu-ops"], said["without"]
@@ -91,7 +91,7 @@ def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
 
 
 def test_packed_sequences_are_found_by_one_kernel():
-    """Of three sequences, as trainers have them; it was 24 and 30."""
+    """With three sequences, as in training; formerly 24 and 30 launches."""
     script = pathlib.Path(__file__).parent / "inside" / "packed_launches.py"
     command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Mutants of our AscendC kernels change what they say, and mutants.py catches them."""
+"""Mutants of AscendC kernels change what their rule says, and mutants.py catches them."""
 
 import pathlib
 import sys
@@ -23,7 +23,7 @@ def test_mutants_change_a_place_each_and_nothing_else():
         of_file = mutations.mutants_of(file)
         assert all(text[m.start : m.end] == m.old != m.text for m in of_file)
         with_all = mutations.rendered(text, {m: n for n, m in enumerate(of_file)})
-        assert with_all.count("\n") == text.count("\n")  # lines are still those of the source
+        assert with_all.count("\n") == text.count("\n")  # line numbers are unchanged
 
 
 def test_each_op_has_waits_buffers_and_edges_to_get_wrong():
@@ -39,7 +39,7 @@ def test_what_is_equivalent_is_still_there():
 
 
 def assert_caught(*options: str, seconds: int) -> None:
-    """By mutants.py, or equivalent_mutants.py says why not."""
+    """mutants.py catches all of them, or equivalent_mutants.py explains the others."""
     script = pathlib.Path(__file__).parent / "mutants.py"
     done = emulate(sys.executable, str(script), *options, seconds=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def assert_caught(*options: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("op, sample", [("l2norm", 20), ("causal_conv1d_update", 40)])
 def test_a_sample_is_caught(op, sample):
-    """Of the op's own file: an op alone does not come past all of a shared header."""
+    """Only the op's own file: one op does not reach all code of a shared header."""
     assert_caught("--op", op, "--only", f"{op}_ascendc.cpp", "--sample", str(sample), seconds=600)
 
 

@@ -10,7 +10,7 @@ from npu_ops_emulator import triton_driver, triton_lowering
 from triton.language.extra.ascend import libdevice
 from triton_worker import emulated
 
-with contextlib.suppress(ImportError):  # only where the driver is installed: in the worker
+with contextlib.suppress(ImportError):  # only the worker process has the driver
     from triton.language.extra.cann.extension import extract_slice, get_element, insert_slice
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -174,7 +174,7 @@ def test_gather_and_scatter(dtype):
 
 @triton.jit
 def copy_blocks(out, x, index, count, stride, D: tl.constexpr, N: tl.constexpr):
-    """Elements that the compiler moves one at a time."""
+    """The compiler moves these elements one at a time."""
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         row, at = tl.load(index + i).to(tl.int64), tl.arange(0, N)
         rest = at % (D * D)
@@ -295,7 +295,7 @@ def integers(a8, a16, a32, a64, flags, out32, out64, N: tl.constexpr):
     tl.store(out32 + N + at, (v >> 3) ^ (v & 255) | (v << 2))
     tl.store(out32 + 2 * N + at, v // 7 + v % 7)
     tl.store(out32 + 3 * N + at, tl.load(flags + at).to(tl.int32))
-    # Both below 2**31: the front end of triton-ascend 3.2.0 compiles this as a signed product.
+    # Both operands are below 2**31: triton-ascend 3.2.0 compiles this as a signed product.
     tl.store(out32 + 4 * N + at, tl.umulhi((v & 127).to(tl.uint32), 0x52511F53).to(tl.int32))
     tl.store(out64 + at, wide * 3 + v)
     tl.store(a8 + at, (small + 1).to(tl.int8))
@@ -359,7 +359,7 @@ def test_arguments_grids_and_loops():
 @triton.jit
 def branches(x, out, places, starts, n, R: tl.constexpr):
     for i in range(tl.program_id(0), 3, tl.num_programs(0)):
-        # The sequence and the tile within it, as 64-bit numbers in memory.
+        # The sequence and the tile in it are int64 in memory.
         place = i * 2
         sequence = tl.load(places + place).to(tl.int32)
         tile = tl.load(places + place + 1).to(tl.int32)
@@ -415,7 +415,7 @@ def exponential(x, out, n, BLOCK: tl.constexpr):
 
 @emulated
 def test_autotune_skips_what_does_not_fit():
-    # Called here instead of as a decorator, which asks for the driver that only the worker has.
+    # Not used as a decorator, which needs the driver that only the worker has.
     configs = [triton.Config({"BLOCK": 1 << 17}), triton.Config({"BLOCK": 256})]
     tuned = triton.autotune(configs, key=["n"])(exponential)
     x, out = torch.randn(1000), unset(1000)

@@ -1,4 +1,4 @@
-"""What would fail on an NPU fails on the emulated one: at once, and with a sentence."""
+"""What would fail on an NPU fails on the emulated one, at once and with a message."""
 
 import contextlib
 
@@ -72,7 +72,7 @@ def test_read_outside_a_tensor():
         index = torch.tensor([0, 1, 99, -1], dtype=torch.int64)
         with pytest.raises(triton_driver.OutOfBounds, match="reads bytes -4 to 0 of argument 'x'"):
             pick[(1,)](x, index, out, N=4)
-        # The limit is the storage: a view may read beyond its own end.
+        # The storage is the limit: a view may read past its own end.
         pick[(1,)](x[50:], index, out, N=2)
         index[2] = 49
         pick[(1,)](x[50:], index, out, N=4)
@@ -81,7 +81,7 @@ def test_read_outside_a_tensor():
 @emulated
 def test_write_outside_a_tensor():
     x, memory = torch.zeros(64), torch.zeros(65)
-    out = torch.from_numpy(memory.numpy()[:64])  # its storage ends where it does
+    out = torch.from_numpy(memory.numpy()[:64])  # its storage ends with it
     with bounds_checked():
         words = r"program \(3, 0, 0\).* writes bytes 196 to 260 of argument 'out' \(float32\[64\]\)"
         with pytest.raises(triton_driver.OutOfBounds, match=words):
@@ -124,7 +124,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 
 def test_processes_that_want_a_kernel_at_once_compile_it_once(tmp_path):
-    """As ranks do."""
+    """Ranks may compile the same kernel at the same time."""
     with new_worker(tmp_path) as one, new_worker(tmp_path) as other:
         made = [worker.submit(call, __name__, "compiled_by_a_launch") for worker in (one, other)]
         assert sorted(m.result() for m in made) == [[], ["shift"]]

@@ -1,4 +1,4 @@
-"""The twin of AscendC kernels: it computes what a kernel computes, and reports what is wrong."""
+"""The twin of AscendC kernels computes a kernel's results and reports its mistakes."""
 
 import pathlib
 import re
@@ -11,12 +11,12 @@ from npu_ops_emulator import EmulatorError, headers, twins
 KERNELS = pathlib.Path(__file__).parent / "kernels"
 pytestmark = [
     pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not())),
-    pytest.mark.xdist_group("twin"),  # one library
+    pytest.mark.xdist_group("twin"),  # shares one library
 ]
 
 BLOCKS, COUNT = 2, 1024
 
-# The twin's finding for each mistake in doubling.cpp: the check, and a phrase of its sentence.
+# The expected finding for each mistake in doubling.cpp: the check, and part of its text.
 MISTAKES = {
     "kBuffersTooLarge": ("vendor-check", "limits is 196608"),
     "kUnaligned": ("vendor-check", "must align with 32 bytes"),
@@ -39,7 +39,7 @@ MISTAKES = {
     "kVectorChain": ("vector-order", "no barrier"),
     "kGatherOutside": ("gm-bounds", "in no tensor"),
 }
-WARNINGS = ("scalar-order", "vector-order")  # what bisheng mends by itself
+WARNINGS = ("scalar-order", "vector-order")  # mistakes that bisheng corrects
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,10 @@ def test_names_that_cann_has_beside_its_headers():
 
 
 def launch(twin, mistake, vector_order=False):
-    """Run doubling.cpp; its findings and its result, which the twin knows the tensors of."""
+    """Run doubling.cpp with a mistake; return findings, result and expected result.
+
+    The twin is told where the tensors are.
+    """
     names = re.search(r"enum Mistake.*?\{(.*?)\}", (KERNELS / "doubling.cpp").read_text(), re.S)
     number = [name.strip() for name in names[1].split(",")].index(mistake)
     x = torch.arange(BLOCKS * COUNT, dtype=torch.float32)
@@ -80,7 +83,7 @@ def test_mistakes_are_reported(twin, mistake):
 
 
 def test_what_follows_a_scalar_access_comes_after_what_it_waited_for(twin):
-    """bisheng has the scalar pipe wait for the Add; the store after it needs no event."""
+    """bisheng makes the scalar pipe wait for the Add, so the next store needs no event."""
     findings, z, expected = launch(twin, "kScalarBetween")
     assert {finding.check for finding in findings} == {"scalar-order"}
     assert torch.equal(z, expected)

@@ -1,6 +1,6 @@
-"""Runs tests in a process of their own where Triton launches on the emulated NPU.
+"""Runs tests in a worker process, where Triton launches on the emulated NPU.
 
-The driver is one for a process, and the process that runs the tests may interpret Triton kernels.
+A process has one driver, and pytest's own process may interpret Triton kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _IN_WORKER = "NPU_OPS_TEST_TRITON_WORKER"
 
 
 def start(folder: pathlib.Path, cache: pathlib.Path) -> None:
-    """Make this process a worker: its kernels are compiled anew, and kept in `cache`."""
+    """Make this process a worker that compiles its kernels itself, and caches them in `cache`."""
     os.environ[_IN_WORKER] = "1"
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # locations are one thing more to read over
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # parse locations too
     for name in ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "NPU_OPS_EMULATOR"):
         os.environ.pop(name, None)
     sys.path.insert(0, str(folder))
@@ -39,7 +39,7 @@ def _worker() -> concurrent.futures.Executor:
 
 
 def new_worker(cache: pathlib.Path) -> concurrent.futures.Executor:
-    # `start` comes first in the process: before any module imports Triton.
+    # `start` runs first in the process, before any module imports Triton.
     return concurrent.futures.ProcessPoolExecutor(
         1,
         multiprocessing.get_context("spawn"),
@@ -53,7 +53,7 @@ def call(module: str, name: str, *args, **kwargs):
 
 
 def emulated(test):
-    """Decorator: run this test in the worker."""
+    """Decorator: run this test in the worker process."""
     if os.environ.get(_IN_WORKER):
         return test
 

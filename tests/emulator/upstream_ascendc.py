@@ -2,10 +2,10 @@
 
 python tests/emulator/upstream_ascendc.py --sgl SGL_KERNEL_NPU --vllm VLLM_ASCEND
 
-Each argument is a checkout of upstream's repository; no file of it is changed or copied. They are
-kernels that nobody wrote for the twin, so they hold its instructions to more than ours do. Prints,
-of each, how far it is from the formula in fp64 on the same rounded inputs, and what the twin has
-against it. The exit status is 1 when a result is wrong, or a finding is not in KNOWN.
+Each argument is a checkout of upstream's repository; none of its files is changed or copied. These
+kernels were not written for the twin, so they test its instructions more than ours do. Prints each
+kernel's error against the formula in fp64 on the same rounded inputs, and the twin's findings. The
+exit status is 1 if a result is wrong, or if a finding is not in KNOWN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from npu_ops_emulator import EmulatorError, twins
 
 TOLERANCE = 5e-3  # relative RMS: bf16 keeps 8 bits
-# The twin's findings in upstream's kernels, and the reason for each.
+# Findings of the twin in upstream's kernels, with the reason for each.
 KNOWN = {
     ("sgl causal_conv1d_update", "race"): (
         "the next token's x may be loaded while the vector unit still reads this one's"
@@ -35,7 +35,7 @@ NAN = 0x7FFF
 
 
 def bf16(numbers: np.ndarray) -> np.ndarray:
-    """The bits of numbers rounded to bf16."""
+    """Round numbers to bf16; return the bits as uint16."""
     bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -49,7 +49,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def aligned(array: np.ndarray | None) -> np.ndarray | None:
-    """A copy where an NPU's allocator would put it: the twin looks for races by 32 bytes."""
+    """Return an aligned copy, as an NPU allocates: the twin finds races by blocks of 32 bytes."""
     if array is None:
         return None
     memory = np.empty(array.nbytes + 512, np.uint8)
@@ -61,8 +61,13 @@ def aligned(array: np.ndarray | None) -> np.ndarray | None:
 
 @dataclasses.dataclass
 class Run:
-    """A launch: C++ that includes upstream's source and defines kernel `run`, its arguments in
-    order, how many cores, and what must come of it: an argument's name -> numbers."""
+    """A launch of one of upstream's kernels.
+
+    source: C++ that includes upstream's source and defines the kernel `run`.
+    arguments: in order; None is a null pointer.
+    blocks: number of cores.
+    expected: contents of arguments afterwards, by name.
+    """
 
     name: str
     folder: pathlib.Path
@@ -76,7 +81,7 @@ class Run:
         self.arguments = {name: aligned(array) for name, array in self.arguments.items()}
 
     def judge(self) -> bool:
-        """Print a line; whether nothing is wrong."""
+        """Run it and print a line; return whether everything is right."""
         with tempfile.TemporaryDirectory() as scratch:
             path = pathlib.Path(scratch) / "run.cpp"
             path.write_text(self.source)
@@ -106,7 +111,7 @@ class Run:
 
 
 def convolution(root: pathlib.Path, draw) -> Run:
-    """sgl's decoding step: five sequences, one token each, a pool of eight states."""
+    """sgl's decoding step: five sequences with one token each, and a pool of eight states."""
     sequences, channels, width, slots, blocks = 5, 256, 4, 8, 3
     x, weight, state, bias = (
         bf16(draw.standard_normal(shape))
@@ -159,7 +164,7 @@ class Delta:
         self.scale = self.dim**-0.5
 
     def right(self) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs, and states; a state is [value, key]."""
+        """Return the outputs and the states; a state is [value, key]."""
         out, states = np.zeros(self.v.shape), numbers(self.state)
         for i in range(self.sequences):
             for h in range(self.v_heads):
@@ -210,8 +215,10 @@ extern "C" __global__ __aicore__ void run(
 
 
 def cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, int]:
-    """Rows of a state in a tile, and bytes of the unified buffer besides, as upstream's host code
-    cuts them."""
+    """Return rows of a state per tile, and the rest of the unified buffer in bytes.
+
+    The formula is that of upstream's host code.
+    """
 
     def up(value: int, unit: int) -> int:
         return -(-value // unit) * unit
@@ -225,7 +232,7 @@ def cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, int]:
 
 
 def vllm_rotary(root: pathlib.Path, draw) -> Run:
-    """Pairs of neighbours, 64 of a head's 96 elements, in place: nine tokens on two cores."""
+    """In-place rotation of neighbouring pairs in 64 of a head's 96 elements; 9 tokens, 2 cores."""
     tokens, heads, width, rotated, start, each = 9, 3, 96, 64, 16, 5
     x = bf16(draw.standard_normal((tokens, heads, width)))
     angle = np.repeat(draw.uniform(-4, 4, (tokens, rotated // 2)), 2, axis=1)
@@ -237,8 +244,9 @@ def vllm_rotary(root: pathlib.Path, draw) -> Run:
     right[..., start : start + rotated] = (
         part * numbers(cos)[:, None] + swapped * numbers(sin)[:, None]
     )
-    # Two tokens at a time: the first core has three turns, the last of them with one token; the
-    # other core has two.
+    # Two tokens per turn: the first core has three turns, of which the last has one token; the
+    # second
+    # core has two.
     tiling = np.array([2, heads, rotated, width, 2, 3, 2, 1, 2, start, each], np.int64)
     source = """#include <kernel_operator.h>
 struct RopeRegbaseTilingData {
@@ -260,7 +268,7 @@ extern "C" __global__ __aicore__ void run(GM_ADDR x, GM_ADDR cos, GM_ADDR sin, G
 
 
 def vllm_cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, tuple[int, int], int]:
-    """As `cut`, with how many buffers results have: of those with the fewest tiles, the most."""
+    """Like `cut`, also with the number of result buffers: the most that the fewest tiles allow."""
     memory, heads = 192 * 1024, -(-heads // 16) * 16
     queues = 16 * (4 * k_dim + 2 * v_dim) + 128 + 16 * 6 * heads
     floats = 16 * (8 * k_dim + 4 * v_dim + 4 * heads)
@@ -275,8 +283,10 @@ def vllm_cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, tuple[int, int], 
 
 
 def vllm_delta(root: pathlib.Path, draw) -> Run:
-    """Two sequences of two tokens and one of one, a slot for each token's state. Unlike sgl's, it
-    takes beta as it is, and q and k as they are."""
+    """Two sequences of two tokens and one of one, with a slot for each token's state.
+
+    Unlike sgl's kernel it does not normalise q and k, and applies no sigmoid to beta.
+    """
     step = Delta(draw)
     for x in (step.q, step.k):
         wide = numbers(x)
@@ -294,7 +304,7 @@ def vllm_delta(root: pathlib.Path, draw) -> Run:
                 beta = numbers(step.beta[i, t, h : h + 1])[0]
                 state = state + np.outer((v - state @ k) * beta, k)
                 out[i, t, h], states[slots[i, t], h] = state @ q * step.scale, state
-    # The start of the first sequence, then the length of each.
+    # The start of the first sequence, then each sequence's length.
     lengths = np.array([0] + [step.tokens] * step.sequences, np.int32)
     rows, stored, rest = vllm_cut(step.v_heads, step.dim, step.dim)
     tiling = np.frombuffer(struct.pack(

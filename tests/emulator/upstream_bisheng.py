@@ -1,18 +1,18 @@
-"""Builds and runs AscendC that bisheng is known to compile, on the twin and by the second judge.
+"""Builds and runs AscendC sources that bisheng compiles, on the twin and by the clang checker.
 
 python tests/emulator/upstream_bisheng.py [NAME...] [--write]
 
-fbgemm-ascend and MindIE-SD ship their kernels' sources beside the objects that the vendor built of
-them. The wheels are downloaded to .cache/bisheng; no file of them is changed or copied. What a
-kernel needs beside its source is written here: its dtypes, from the wheel's table of objects, and a
-struct of its tiling, from the names that the source reads.
+fbgemm-ascend and MindIE-SD ship their kernels' sources beside the objects that the vendor compiled
+from them. The wheels are downloaded to .cache/bisheng; none of their files is changed or copied.
+What a kernel needs beside its source is generated here: its dtypes, from the wheel's table of
+objects, and a struct for its tiling, from the names that the source reads.
 
-upstream_bisheng.csv has a row for each source: whether the twin builds it, what the device-side
-judge says, and what a run on random inputs (bisheng_runs.py) gave. docs/evidence/ascendc.md lists
-the calls of AscendC that our kernels make and none of these does. The exit status is 1 if either is
-not so any more; --write writes both.
+upstream_bisheng.csv has a row for each source: whether the twin builds it, what the clang checker
+reports, and the result of a run on random inputs (bisheng_runs.py). docs/evidence/ascendc.md lists
+the AscendC calls that our kernels make and none of these does. The exit status is 1 if either file
+is out of date; --write updates both.
 
-NAME: only sources with this in their row's first three columns; then the docs' list is left alone.
+NAME: only sources with this in the first three columns of their row; the docs' list stays as it is.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ DTYPES = {
     "float4_e2m1": "fp4x2_e2m1_t", "hifloat8": "hifloat8_t",
     **{f"{u}int{bits}": f"{u}int{bits}_t" for u in ("", "u") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
-ENUMS = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16"}  # else DT_ and the name in capitals
-# Fields of tilings that are no integers, and template arguments of kernels.
+ENUMS = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16"}  # the others: DT_ and the name in capitals
+# Fields of tilings that are not integers, and template arguments of kernels.
 FIELDS = {
     "paddingValueFp32": "float", "paddingValue": "float", "eps": "float", "scale": "float",
     "beta1": "float", "beta2": "float", "beta2sqrt": "float", "learningRate": "float",
@@ -63,8 +63,8 @@ FIELDS = {
 }  # fmt: skip
 ARGUMENTS = {"norm_rope_concat": "<4, 4, 2, 0, false>"}
 DECLARED = "calls what is declared"
-WIDER = "-Wno-c++11-narrowing"  # all integers of a tiling have 64 bits here
-# Patterns in the errors of the twin or the judge, and the cause of each. The first match decides.
+WIDER = "-Wno-c++11-narrowing"  # here all integers of a tiling have 64 bits
+# Patterns in errors of the twin or the clang checker, with their causes. The first match counts.
 CAUSES = {
     r"fatal error: .*(?:arch35/|kernel_common\.hpp|workload_sharder\.h|prompt_flash_attention|"
     r"incre_flash_attention)": "includes a file that the wheel does not have",
@@ -79,7 +79,7 @@ CAUSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A file that the vendor's compiler was given. objects: the wheel's table of what it made."""
+    """A source file that the vendor compiled. objects: the wheel's table of objects."""
 
     package: str
     soc: str
@@ -92,7 +92,7 @@ class Source:
 
     @functools.cached_property
     def text(self) -> str:
-        """The file and what it includes."""
+        """The text of the file and of the files that it includes."""
         files = [self.path]
         for file in files:
             for name in re.findall(r'#include "(.*?)"', file.read_text(errors="replace")):
@@ -106,7 +106,7 @@ class Source:
 
     @functools.cached_property
     def parameters(self) -> list[str]:
-        """Of the kernel, which has the file's name; none if it has no kernel."""
+        """The kernel's parameter names, [] if there is no kernel. It has the name of the file."""
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.path.read_text(errors="replace"), flags=re.S)
         kernel = re.search(
             rf"__global__\s+__aicore__\s+void\s+{self.path.stem}\s*\(([^)]*)\)", text
@@ -115,7 +115,7 @@ class Source:
 
     @functools.cached_property
     def fields(self) -> dict[str, bool]:
-        """Names that the source reads of its tiling, and whether each is an array."""
+        """The tiling fields that the source reads, and whether each is an array."""
         text = re.sub(r"//[^\n]*", "", self.text)
         names = {"tiling", *re.findall(r"\bGET_TILING_DATA\((\w+),", text)}
         names |= set(re.findall(r"\w+Tiling(?:Data)?\s*[&*]\s*(?:__restrict\s+)?(\w+)", text))
@@ -123,7 +123,7 @@ class Source:
         return {name: after == "[" for name, after in sorted(read) if after != "("}
 
     def unit(self) -> str:
-        """C++ that includes the file. If the file has a kernel, a kernel named `run` calls it."""
+        """Return C++ that includes the file, with a kernel `run` that calls its kernel, if any."""
         own = "".join(part.capitalize() for part in self.path.stem.split("_"))
         types = sorted({f"{own}Tiling", f"{own}TilingData",
                         *re.findall(r"\b\w+TilingData\b", self.text)})  # fmt: skip
@@ -147,14 +147,14 @@ class Source:
         return "\n".join(lines) + "\n"
 
     def write_unit(self) -> pathlib.Path:
-        """The file of `unit()`, where a twin of it is kept."""
+        """Write `unit()` to the folder in which its twin is cached; return the file."""
         path = CACHE / "units" / f"{self.package}_{self.soc}_{self.path.name}"
         path.parent.mkdir(exist_ok=True)
         path.write_text(self.unit())
         return path
 
     def _macros(self) -> list[str]:
-        """Of the first object's dtypes, as the wheel's own build passes them."""
+        """Return macros for the first object's dtypes, as the wheel's own build defines them."""
         if self.objects is None:
             return []
         built = json.loads(self.objects.read_text())["binList"][0]
@@ -164,7 +164,7 @@ class Source:
             if not one:
                 continue
             name = one["name"].upper()
-            name += "_REF" * (name in seen)  # an output that is an input
+            name += "_REF" * (name in seen)  # an output that is also an input
             seen.add(name)
             dtype = one["dtype"]
             lines += [f"#define DTYPE_{name} {DTYPES[dtype]}",
@@ -188,7 +188,7 @@ _TILING = r"""
 
 
 def fetch() -> None:
-    """Download the wheels, and unpack their sources, unless that was done."""
+    """Download the wheels and unpack their sources, unless they are already there."""
     CACHE.mkdir(parents=True, exist_ok=True)
     for name, (version, digest) in WHEELS.items():
         target = CACHE / f"{name}-{version}"
@@ -213,7 +213,7 @@ def fetch() -> None:
 
 
 def sources() -> Iterator[Source]:
-    """Each .cpp of the wheels, once for each architecture that has objects of it."""
+    """Yield each .cpp of the wheels, once per architecture for which it has objects."""
     for name, (version, _) in WHEELS.items():
         folder = CACHE / f"{name}-{version}"
         for path in sorted(folder.rglob("op_impl/**/*.cpp")):
@@ -224,7 +224,7 @@ def sources() -> Iterator[Source]:
                 (table,) = objects.values() if objects else (None,)
                 yield Source(name, path.relative_to(folder).parts[2], path, table)
                 continue
-            # 910b and 910_93 are one architecture, and 910's kernels are built from the same file.
+            # 910b and 910_93 are one architecture; 910's kernels are built from the same file.
             for soc in ("ascend910b", "ascend950"):
                 if soc in objects:
                     yield Source(name, soc, path, objects[soc])
@@ -232,12 +232,12 @@ def sources() -> Iterator[Source]:
                 yield Source(name, "", path, None)
 
 
-# ---- what the twin and the judge say ----
+# ---- results of the twin and the clang checker ----
 
 
 @dataclasses.dataclass
 class Outcome:
-    """Of a source. api: what of AscendC clang found it to call, declared for devices."""
+    """The results for a source. api: AscendC's device functions that clang found in it."""
 
     twin: str
     judge: str
@@ -266,7 +266,7 @@ def examine(source: Source) -> Outcome:
 
 
 def cause(found: list[str], none: str = "builds") -> str:
-    """What a source's row says of findings; `none` without any."""
+    """Return the text for a row: the findings' cause, or `none` if there are no findings."""
     if not found:
         return none
     text = "\n".join(found)
@@ -278,7 +278,7 @@ def cause(found: list[str], none: str = "builds") -> str:
 
 @functools.cache
 def _declared() -> frozenset[str]:
-    """Names of functions in the interface of AscendC's headers."""
+    """Return names of the functions that AscendC's public headers declare."""
     include = headers.staged() / "asc-devkit" / "include"
     text = "".join(path.read_text(errors="replace") for folder in ("basic_api", "adv_api", "utils")
                    for path in sorted((include / folder).rglob("*.h")))  # fmt: skip
@@ -286,7 +286,7 @@ def _declared() -> frozenset[str]:
 
 
 def api(module: device_side.Module) -> frozenset[str]:
-    """The functions of AscendC's interface that a kernel's code reaches, with their operands."""
+    """Return the AscendC functions that a kernel's code reaches, with operand types."""
     found = set()
     for function in module.functions():
         name, operands = signature(function)
@@ -296,7 +296,7 @@ def api(module: device_side.Module) -> frozenset[str]:
 
 
 def signature(function: str) -> tuple[str, str]:
-    """A function's name and its operands' types, without arguments of templates."""
+    """Return a function's name and operand types, without template arguments."""
     plain = re.sub(r"operator(?=[<(\[])", "operator ", function)
     while "<" in plain and (shorter := re.sub(r"<[^<>]*>", "", plain)) != plain:
         plain = shorter
@@ -311,9 +311,9 @@ def signature(function: str) -> tuple[str, str]:
 
 
 def rows(chosen: list[Source]) -> Iterator[tuple[tuple[str, ...], frozenset[str]]]:
-    """For each source its row of the table, and the functions of AscendC that it calls.
+    """Yield each source's row, and the AscendC functions that it calls.
 
-    Sources with the same text for the same architecture are examined once.
+    Sources with the same text and architecture are examined once.
     """
     known = {}
     for source in chosen:
@@ -326,7 +326,7 @@ def rows(chosen: list[Source]) -> Iterator[tuple[tuple[str, ...], frozenset[str]
 
 
 def run(source: Source, outcome: Outcome) -> str:
-    """What a run on random inputs gave."""
+    """Return the result of a run on random inputs, as text for the row."""
     name = source.path.stem
     if outcome.twin != "builds":
         return ""
@@ -352,7 +352,7 @@ def our_calls() -> frozenset[str]:
 
 
 def listed(calls: frozenset[str]) -> str:
-    """The docs' lines of calls: a line for each name."""
+    """Return the docs' list of calls, one line per name."""
     forms = collections.defaultdict(list)
     for call in sorted(calls):
         name, _, operands = call.partition("(")
@@ -361,7 +361,7 @@ def listed(calls: frozenset[str]) -> str:
 
 
 def compare(path: pathlib.Path, right: str, write: bool) -> int:
-    """Whether a file is what it should be; 1 where it was not. write: make it so."""
+    """Return 1 if a file does not have the content `right`, else 0. write: update it instead."""
     if path.exists() and path.read_text() == right:
         return 0
     if write:

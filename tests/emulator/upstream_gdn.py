@@ -2,14 +2,14 @@
 
 python tests/emulator/upstream_gdn.py --fla FLASH_LINEAR_ATTENTION --sgl SGL_KERNEL_NPU
 
-Each argument is a checkout of upstream's repository; no file of it is changed or copied. Every
-kernel is called through upstream's own Python function on `npu` tensors, and what it returns is
-compared with the plain formula of `gdn_problem.py`, in fp64 on the CPU from the same rounded
-inputs. The formulas of the chunked algorithm are compared with the recurrence over tokens first;
-gradients are PyTorch's, of those formulas. The command starts itself again under `npu-ops emulate`.
+Each argument is a checkout of upstream's repository; none of its files is changed or copied. Every
+kernel is called through upstream's own Python function on `npu` tensors. Its result is compared
+with the formula in `gdn_problem.py`, in fp64 on the CPU from the same rounded inputs. The chunked
+formulas are first compared with the recurrence over tokens. Gradients are PyTorch's gradients of
+the formulas. The command restarts itself under `npu-ops emulate`.
 
-The exit status is 1 when a kernel does not compile, run and compute what the formula does, unless
-it is in KNOWN.
+The exit status is 1 if a kernel does not compile, does not run or has another result, unless it is
+in KNOWN.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ import torch
 import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
 from gdn_problem import CASES, Problem, check_formulas
 
-# Relative L2 error. bf16 keeps 8 bits, so one rounding is 1.7e-3; gradients have several in a row.
+# Relative L2 error. bf16 has 8 bits, so one rounding is 1.7e-3; gradients are rounded several
+# times.
 TOLERANCE = 1e-2
 
-# The cases that fail, and why; all others have to pass.
+# Cases that fail, with the reason; all others must pass.
 KNOWN = {
     "sgl recompute_w_u_fwd without cu_seqlens": "the kernel reads a name that it then does not set",
     "sgl fused_sigmoid_gating_delta_rule_update_npu, 4 tokens, no state kept": (
@@ -82,7 +83,7 @@ def run_case(project, name, function, problem, verbose) -> Row:
     try:
         with contextlib.redirect_stdout(noise):
             errors = {what: error(*pair) for what, pair in function(problem).items()}
-        row.right = all(e < TOLERANCE for e in errors.values())  # False for NaN
+        row.right = all(e < TOLERANCE for e in errors.values())  # False for NaN too
         row.text = ", ".join(f"{what} {e:.1e}" for what, e in errors.items())
         if not row.right:
             row.text = f"WRONG: {row.text}"
@@ -100,7 +101,8 @@ def import_from(fla: pathlib.Path | None, sgl: pathlib.Path | None) -> None:
     if fla:
         sys.path.insert(0, str(fla))
     if sgl:
-        # The package's __init__ would load a library of AscendC operators that is built with CANN.
+        # The package's __init__ would load a library of AscendC operators, which is built with
+        # CANN.
         package = types.ModuleType("sgl_kernel_npu")
         package.__path__ = [str(sgl / "python" / "sgl_kernel_npu" / "sgl_kernel_npu")]
         package.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel_npu", None, is_package=True)
@@ -115,7 +117,7 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="with tracebacks")
     options = parser.parse_args()
     if os.environ.get("NPU_OPS_EMULATOR") != "1":
-        os.environ["NPU_OPS_DISABLE"] = "all"  # fla's functions, not ours in their place
+        os.environ["NPU_OPS_DISABLE"] = "all"  # keep fla's functions unpatched
         command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
         return subprocess.run(command, check=False).returncode
     import_from(options.fla, options.sgl)

@@ -1,12 +1,12 @@
-"""Runs operations on tiles by PTO-ISA's CPU simulator and by the twin, and compares them.
+"""Runs tile operations by PTO-ISA's CPU simulator and by the twin, and compares the results.
 
 python tests/emulator/upstream_pto.py PTO_ISA
 
-PTO_ISA is a checkout of upstream's repository; no file of it is changed or copied. Its operations
-are written twice there: in C++ for a CPU, and in the instructions of Ascend910B, which the twin
-runs here. Operands are random, and so are the rows and columns that are valid. The results must be
-the same, bit for bit but where a function is transcendental. Prints what differs; the exit status
-is 1 where anything does.
+PTO_ISA is a checkout of upstream's repository; none of its files is changed or copied. It has each
+operation twice: in C++ for a CPU, and in Ascend910B's instructions, which the twin runs here.
+Operands and the numbers of valid rows and columns are random. The results must be equal bit for
+bit, except for transcendental functions. Prints the differences; the exit status is 1 if there are
+any.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OPERATIONS = (
     "row_sum row_max row_min column_sum column_max column_min row_expand column_expand fill count "
     "to_half to_float to_integer compare_scalar select gather gather_blocks keep transpose"
 ).split()
-# The simulator's TCVT uses its rounding mode only for integers: nearest, away from 0, down, up, to
-# 0.
+# The simulator's TCVT uses its rounding mode only for integers: to nearest, away from 0, down, up,
+# towards 0.
 ROUNDINGS, NEAREST = (1, 2, 3, 4, 5), (1,)
 PATTERNS, COMPARISONS = range(1, 8), range(6)
 
 
 def cases() -> Iterator[tuple[str, str, int]]:
-    """(operation, type, mode) that both have."""
+    """Yield each (operation, type, mode) that both implement."""
     for operation in OPERATIONS:
         kinds, modes = kinds_of(operation), modes_of(operation)
         for kind, mode in itertools.product(kinds, modes):
@@ -61,7 +61,7 @@ def modes_of(operation: str):
 
 
 class Case:
-    """A launch: random operands, and how many rows and columns of them are valid."""
+    """A launch: random operands, and how many of their rows and columns are valid."""
 
     def __init__(self, operation: str, kind: str, mode: int, seed: int):
         place = OPERATIONS.index(operation), ALL.index(kind), mode, seed
@@ -75,7 +75,7 @@ class Case:
         self.b = self.operand()
 
     def numbers(self) -> np.ndarray:
-        """Sums of these are exact in any order; for what is transcendental any in its range."""
+        """Return small numbers with exact sums; for transcendental functions, any in range."""
         shape, kind = (ROWS, COLUMNS), KINDS[self.kind]
         if self.operation in ("log", "sqrt"):
             return self.draw.uniform(0.01, 50, shape).astype(kind)
@@ -107,7 +107,7 @@ class Case:
         return made.get(self.operation, KINDS[self.kind])
 
     def valid(self, out: np.ndarray) -> np.ndarray:
-        """Of what was written, what belongs to the result."""
+        """Return the part of the written memory that belongs to the result."""
         kind, width = self.result_type(), COLUMNS
         rows, columns = self.rows, self.columns
         if self.operation.startswith("row_") and self.operation != "row_expand":
@@ -129,20 +129,20 @@ class Case:
         if self.operation in ("exp", "log", "sqrt"):
             limit = 4 * np.finfo(one.dtype).eps
             return bool(np.allclose(one, other, rtol=float(limit), atol=float(limit)))
-        if self.operation == "select":  # of any bits
+        if self.operation == "select":  # selected by any bits
             return one.tobytes() == other.tobytes()
         return bool(np.array_equal(one, other))
 
 
 def aligned(count: int) -> np.ndarray:
-    """Bytes where an NPU's allocator would put them."""
+    """Return bytes aligned as by an NPU's allocator."""
     memory = np.full(count + 512, 0x7F, np.uint8)
     start = -memory.ctypes.data % 512
     return memory[start : start + count]
 
 
 class Pair:
-    """PTO-ISA's simulator and the twin, both of pto_tiles.cpp."""
+    """PTO-ISA's simulator and the twin, both built from pto_tiles.cpp."""
 
     def __init__(self, root: pathlib.Path, folder: pathlib.Path):
         path = folder / "simulator.so"
@@ -178,7 +178,7 @@ class Pair:
 
 
 def judge(pair: Pair, operation: str, kind: str, mode: int) -> str | None:
-    """What is wrong, or None."""
+    """Return a sentence on the first difference, None if there is none."""
     for seed in range(TRIES):
         case = Case(operation, kind, mode, seed)
         expected = case.valid(pair.simulator(case))

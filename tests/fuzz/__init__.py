@@ -1,20 +1,21 @@
-"""A fuzzer of every public function, with formulas of its own.
+"""A fuzzer of every public function, with its own formulas for the expected results.
 
-    ops/      each public function: its settings, arguments made from them, which of these it
-              differentiates, writes or follows as indices; and what is right, a formula in fp64
-              that is written without npu_ops. A new op is a new file.
-    target    what such a file says of a function, and what makes arguments
-    formula   what the formulas share
+    ops/      each public function: its settings, how arguments are made from them, which arguments
+              have a gradient, are written or used as indices; and its formula in fp64, written
+              without npu_ops. A new op is a new file.
+    target    the class that such a file fills in for a function, and helpers that draw arguments
+    formula   helpers of the formulas
     targets   the functions of all files
-    memory    where tensors lie: strided, expanded, in the middle of NaN, together
-    ways      how it is called: eagerly, compiled, watched, transformed, under other defaults
-    judge     one case: called, compared with the formula, memory around it looked at
-    child     a process that judges, so that a crash is a verdict too
-    run       hypothesis draws cases and makes those that fail small
+    memory    memory layouts of tensors: strided, expanded, surrounded by NaN, sharing storage
+    ways      ways to call: eagerly, compiled, watched, transformed, under other defaults
+    judge     one case: the call, the comparison with the formula, and a check of memory around it
+    child     a process that judges cases, so that a crash is a verdict too
+    run       hypothesis draws cases and shrinks those that fail
 
 A case is a dict of plain values, so one line of JSON repeats it: `npu-ops fuzz --repeat CASE`.
 
-The outcome of a call must be what the formula says, as near as its own sensitivity to rounding
-allows; or, where the formula refuses, a ValueError, TypeError or NotImplementedError that names an
-argument. It is never a crash, NaN where the formula has numbers, or an error of torch's.
+A call must return the formula's results, within a tolerance from the formula's own sensitivity to
+rounding. If the formula refuses the arguments, the call must raise a ValueError, TypeError or
+NotImplementedError that names one of them. A crash, a NaN where the formula has a number, or an
+error of torch's is a finding.
 """

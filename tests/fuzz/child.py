@@ -1,4 +1,4 @@
-"""A process that judges cases, so that one that kills it is a finding and not the end."""
+"""A process that judges cases; a case that kills it is reported, and the fuzzer goes on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import sys
 import threading
 
 TESTS = pathlib.Path(__file__).parents[1]
-LONGEST = 120.0  # seconds for one case; torch.compile takes a few
-PATIENCE = 10  # times as long where others use the machine, and it has hardly run
+LONGEST = 120.0  # seconds per case; torch.compile takes a few
+PATIENCE = 10  # times LONGEST, if the machine is busy and the process got little CPU time
 
 
 class Child:
-    """Judges cases one after another in another process, which it starts again where needed."""
+    """Judges cases one by one in a child process, which it restarts if needed."""
 
     def __init__(self):
         self.process = None
 
     def judge(self, case: dict) -> str | None:
-        """None, or what is wrong; a process that dies or hangs is wrong."""
+        """Return None, or what is wrong; a child that dies or hangs is wrong."""
         if self.process is None:
             self._start()
         self.process.stdin.write(json.dumps(case) + "\n")
@@ -41,7 +41,11 @@ class Child:
         return f"the process died: {_death(status)}"
 
     def _answer(self) -> str | None:
-        """A line, or None when there will be none. Raises queue.Empty when it takes too long."""
+        """Return the child's next line, or None if it died.
+
+        Raises:
+            queue.Empty: it takes too long.
+        """
         before = _seconds(self.process.pid)
         for _ in range(PATIENCE):
             with contextlib.suppress(queue.Empty):
@@ -75,7 +79,7 @@ def _read(stream, answers) -> None:
 
 
 def _seconds(pid: int) -> float:
-    """What a process has computed for."""
+    """Return the CPU seconds that a process has used."""
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -85,14 +89,14 @@ def _death(status: int) -> str:
 
 
 def main() -> None:
-    """Read cases, one JSON object a line, and write a verdict for each."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what others print is no verdict
+    """Read one case per line as JSON, and write a verdict for each."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep other output apart from verdicts
     from fuzz.judge import judge
 
     for line in sys.stdin:
         try:
             verdict = judge(json.loads(line))
-        except Exception as error:  # of the fuzzer itself
+        except Exception as error:  # a fault of the fuzzer itself
             verdict = f"the fuzzer: {type(error).__name__}: {error}"
         print(json.dumps(verdict), file=answers, flush=True)
 

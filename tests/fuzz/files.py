@@ -1,4 +1,4 @@
-"""Files of preferences: right tables, tables with something wrong in them, and no tables."""
+"""Preference files for the fuzzer: valid tables, tables with an error, and other content."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fuzz.target import DTYPES
 from npu_ops.core import preferences
 from npu_ops.core.registry import Table
 
-# Values that no field of a row may have.
+# Values that are invalid in every field of a row.
 JUNK = (None, -1, 1.5, [], {}, True, 10**30, "load", "", float("inf"), "x" * 1000)
 CHECKED = ("op", "dtype", "implementation", "width", "bits")
 
 
 class Taken(Exception):
-    """What is no table was taken for one, or was refused in other words."""
+    """An invalid preferences file was accepted, or refused with another message than expected."""
 
 
 def rows(draw: random.Random) -> list[dict]:
-    """For each op an implementation for every class of small calls."""
+    """Return rows that choose an implementation of each op for every class of small calls."""
     return [
         {"op": op, "dtype": dtype, "width": width, "bits": bits, "us": draw.random(),
          "implementation": draw.choice(table.implementations).name}
@@ -33,7 +33,7 @@ def rows(draw: random.Random) -> list[dict]:
 
 
 def write(path: pathlib.Path, draw: random.Random) -> bool | None:
-    """Make the file. Returns whether it is a table; None: who knows."""
+    """Write the file. Return whether it is a valid table; None if that is unknown."""
     kind = draw.choice(("table", "table", "field", "bytes", "end", "nested", "pipe", "folder"))
     table = {"format": preferences.FORMAT, "rows": rows(draw)}
     if kind == "field":
@@ -58,10 +58,10 @@ def write(path: pathlib.Path, draw: random.Random) -> bool | None:
 
 @contextlib.contextmanager
 def in_force(seed: int):
-    """With a file of preferences; whether calls go by it.
+    """Use a random preferences file within the block; yields whether calls use it.
 
     Raises:
-        Taken: what is no table is not refused in a sentence that says what to remove.
+        Taken: an invalid file is not refused by a message that says what to remove.
     """
     before = preferences.cache
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def in_force(seed: int):
         is_table = write(path, random.Random(seed))
         preferences.cache = lambda: pathlib.Path(folder)
         preferences.forget()
-        preferences.settled.add("cpu")  # no rank is asked whether it has the same file
+        preferences.settled.add("cpu")  # do not compare tables with other ranks
         try:
             refused = refusal(path)
             if is_table is not None and is_table != (refused is None):
@@ -81,7 +81,7 @@ def in_force(seed: int):
 
 
 def refusal(path: pathlib.Path) -> str | None:
-    """What is said against a file."""
+    """Return the message with which a file is refused, None if it is accepted."""
     try:
         preferences.of("cpu")
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""What the formulas of all operators share.
+"""Helpers of the formulas of all operators.
 
-A formula is an operator's mathematics in fp64, written from the papers and docstrings without
-npu_ops: token by token, sequence by sequence. It takes the arguments of the public function,
-floating tensors in fp64, and returns a list of `Out`. Autograd of it is the gradient that is
-expected. Index values that the docstrings exclude raise `Refused`.
+A formula is an operator's mathematics in fp64, written from papers and docstrings without npu_ops:
+token by token, sequence by sequence. It takes the arguments of the public function, with floating
+tensors in fp64, and returns a list of `Out`. Its autograd gradient is the expected gradient. Index
+values that the docstrings exclude raise `Refused`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ WIDE = torch.float64
 
 
 class Refused(Exception):
-    """The arguments have no meaning; says which of them."""
+    """The arguments are invalid; the text names the argument."""
 
 
 @dataclasses.dataclass
 class Out:
-    """A result. argument: of which argument these are the contents afterwards, if of one.
+    """An expected result.
 
-    known: bool, broadcast to the value, which elements are specified; None: all.
+    argument: name of the argument whose new contents this is; None for a returned tensor.
+    known: bool, broadcast to the value: which elements are specified; None: all.
     """
 
     value: torch.Tensor | None
@@ -37,10 +38,11 @@ def need(condition: bool, argument: str) -> None:
 
 
 def need_ranks(cp_group, cp_layout, cu_seqlens, **alone) -> None:
-    """Raise `Refused` if arguments of context parallelism have no meaning. The group has one rank,
-    which has all tokens.
+    """Raise `Refused` if the arguments of context parallelism are invalid.
 
-    alone: arguments that cannot be given together with a group.
+    The group has one rank, which has all tokens.
+
+    alone: arguments that must not be given together with a group.
     """
     need(cp_layout in ("contiguous", "zigzag"), "cp_layout")
     if cp_group is not None:
@@ -53,7 +55,7 @@ def need_ranks(cp_group, cp_layout, cu_seqlens, **alone) -> None:
 
 
 def spans(starts, tokens: int, name: str) -> list[tuple[int, int]]:
-    """Where each packed sequence begins and ends. Tokens behind the last one are nobody's."""
+    """Return (begin, end) of each packed sequence. Tokens after the last belong to none."""
     starts = starts.tolist()
     need(starts[0] == 0, name)
     need(starts[-1] <= tokens, name)
@@ -63,7 +65,8 @@ def spans(starts, tokens: int, name: str) -> list[tuple[int, int]]:
 
 
 def softplus(x, beta=1.0, threshold=20.0):
-    """torch's, which models are trained with: from the threshold on its argument itself."""
+    """torch's softplus, with which models are trained: above the threshold it
+    returns its argument."""
     bent = beta * x
     plus = bent.clamp_min(0) + torch.log1p(torch.exp(-bent.abs()))
     return torch.where(bent > threshold, x, plus / beta)
@@ -78,5 +81,5 @@ def unit(x, eps):
 
 
 def drawn(p: float) -> float:
-    """The probability of dropping that 16 bits can have: never all or nothing."""
+    """Round a dropout probability to 16 bits; the result is never 0 or 1."""
     return min(max(round(p * 65536), 1), 65535) / 65536

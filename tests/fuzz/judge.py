@@ -1,11 +1,11 @@
-"""Judges one case: makes its arguments, calls, and compares with the formula.
+"""Judge one case: make its arguments, call the function, compare with the formula.
 
-`judge(case)` returns None, or what is wrong in one sentence. A case is a dict:
+`judge(case)` returns None, or one sentence on what is wrong. A case is a dict:
 
     function, settings, seed   what is called, see `targets`
-    forms      of memory, one after another for the arguments
+    forms      memory layouts, used in turn for the arguments
     way        how it is called, or a transform, see `ways`
-    grad       whether gradients are wanted
+    grad       whether gradients are computed
     defaults   (dtype, device or None, how they are set), see `ways.defaults`
     rewrite    None, or the route by which all arguments are rewritten between two calls
     malformed  None, or (which of the arguments with indices, how they are malformed)
@@ -29,19 +29,19 @@ from npu_ops.core import library
 MALFORMED = (
     "negative", "smallest", "huge", "decreasing", "short", "long", "first", "above", "twice",
 )  # fmt: skip
-FP32 = 2.0**-24  # its unit roundoff
+FP32 = 2.0**-24  # unit roundoff of fp32
 ALLOWED = (ValueError, TypeError, NotImplementedError)
-# Words that stand for an argument in a message: for a tensor that would be overwritten, for one
-# without a gradient, and for parts of `qkv`.
+# Names in messages besides the arguments': for a tensor that would be overwritten, for one without
+# a gradient, and for parts of `qkv`.
 MORE_NAMES = {"inplace", "positions", "q", "k", "v", "p"}
 
 
 class Wrong(Exception):
-    """What is wrong with an outcome, in one sentence."""
+    """A wrong outcome, described in one sentence."""
 
 
 def judge(case: dict) -> str | None:
-    """None, or what is wrong."""
+    """Return None, or what is wrong."""
     library.poison_outputs = True
     torch.manual_seed(case["seed"])
     with warnings.catch_warnings():
@@ -69,19 +69,23 @@ class _Case:
             self.call()
 
     def make(self, seed: int) -> dict:
-        """The arguments. A broken number is in the gradients of its whole sequence; wrong indices
-        may show what is hidden."""
+        """Return the arguments of the call.
+
+        With gradients nothing is `broken`, as a NaN reaches the gradients of its whole sequence.
+        With
+        malformed indices nothing is hidden, as these may select hidden rows.
+        """
         settings = self.case["settings"]
         if self.case["grad"] or self.case["way"] in ("checkpoint", *ways.TRANSFORMS):
             settings = settings | {"broken": False}
         if self.case["malformed"]:
             settings = settings | {"hide": False}
-        if self.case["way"] in ("compiled", *ways.TRANSFORMS):  # where ranks cannot talk
+        if self.case["way"] in ("compiled", *ways.TRANSFORMS):  # ranks cannot communicate there
             settings = settings | {"ranks": None}
         return self.target.make(settings, Draw(seed))
 
     def variants(self, made: dict) -> list[dict]:
-        """The arguments, or one set for each way in which one of them is malformed."""
+        """Return the arguments, or one set per way in which one of them is malformed."""
         present = [n for n in self.target.indices if made.get(n) is not None and made[n].numel()]
         if not self.case["malformed"] or not present:
             return [made]
@@ -92,7 +96,7 @@ class _Case:
     # Memory
 
     def arrange(self, arguments: dict) -> None:
-        """Put the arguments into memory; `tensors` has them by name, parts of a tuple too."""
+        """Lay the arguments out in memory; `tensors` has them by name, with the parts of tuples."""
         self.plain = {n: x for n, x in arguments.items() if not _has_tensors(x)}
         tensors = dict(_tensors(arguments))
         forms, cycle = {}, self.case["forms"] or ["dense"]
@@ -114,7 +118,10 @@ class _Case:
     def arguments(
         self, *, wide: torch.dtype | None = None, noise: torch.Generator | None = None
     ) -> dict:
-        """The arguments of a call; wide: for the formula, with `noise` as if they were rounded."""
+        """Return the arguments of a call.
+
+        wide: the dtype of copies for the formula. noise: changes these by as much as rounding does.
+        """
         tensors = {}
         for name, x in self.tensors.items():
             if wide and x.is_floating_point():
@@ -139,17 +146,18 @@ class _Case:
 
     @property
     def unit(self) -> float:
-        """The unit roundoff of what is computed with; fp64 where nothing is less."""
+        """Unit roundoff of the computation; that of fp64 only if all inputs and
+        results are fp64."""
         dtypes = [x.dtype for x in self.tensors.values() if x.is_floating_point()]
         if all(dtype == torch.float64 for dtype in dtypes + self.results_dtypes):
             return 2.0**-53
         low = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
         return low if self.target.loose and low > FP32 else FP32
 
-    # What is right
+    # Expected results
 
     def refusal(self) -> str | None:
-        """The argument that has no meaning, if one has none."""
+        """Return the name of an invalid argument, None if all are valid."""
         for each in self.memories:
             if name := each.overlapping(self.writes):
                 return name
@@ -162,7 +170,8 @@ class _Case:
         return None
 
     def expected(self, keep, seeds) -> tuple[dict, dict, dict]:
-        """By name: what is right, how far off it may be, and which elements are specified."""
+        """Return, by name: the expected values, their tolerances, and which
+        elements are specified."""
         right = self.by_formula(keep, seeds)
         noise = torch.Generator().manual_seed(1)
         off = [self.by_formula(keep, seeds, noise) for _ in range(2)]
@@ -171,7 +180,7 @@ class _Case:
         met = self.target.met(self.arguments(wide=torch.float64)) if self.wrt else 0.0
         for name, (value, part) in right.items():
             deviation = max(_largest(other[name][0] - value) for other in off)
-            # A sum of numbers that cancel contains only rounding errors, in the formula too.
+            # A sum that cancels consists of rounding errors, in the formula too.
             deviation += _largest(narrow[name][0] - value) * self.unit / FP32
             size = max(met if name.startswith("gradient") else 0.0, _largest(value))
             limits[name] = self.roundings * (deviation + self.unit * size)
@@ -180,11 +189,12 @@ class _Case:
 
     @property
     def roundings(self) -> int:
-        """Of numbers of few bits few are added up, or the tolerance would be all."""
+        """How many roundings are allowed; few for narrow dtypes, or the tolerance would cover
+        everything."""
         return self.target.roundings if self.unit <= FP32 else 6
 
     def by_formula(self, keep, seeds, noise=None, dtype=torch.float64) -> dict:
-        """(value, known) by name."""
+        """Return (value, known) by name, from the formula in `dtype`."""
         arguments = self.arguments(wide=dtype, noise=noise)
         outs = self.formula(**arguments, **({} if keep is None else {"keep": keep}))
         found = {}
@@ -208,8 +218,12 @@ class _Case:
     # Bits
 
     def promises_bits(self) -> bool:
-        """Whether docs/invariance.md promises the same bits for this call: it packs sequences, no
-        reference computes it, and no raw beta gets PyTorch's sigmoid, which on CPUs varies."""
+        """Whether docs/invariance.md promises the same bits alone for this call.
+
+        It must pack sequences and not run by the reference. Raw betas are excluded: PyTorch's
+        sigmoid on
+        CPUs is not invariant.
+        """
         arguments = self.arguments()
         if arguments.get("cu_seqlens") is None or self.writes or not self.target.tokens:
             return False
@@ -220,7 +234,7 @@ class _Case:
         return chosen != ["reference"] and not self.case["settings"].get("before")
 
     def compare_with_alone(self, actual: dict) -> None:
-        """A sequence's outputs and its state are those of a call with it alone, in every bit."""
+        """Each sequence's outputs and final state have the bits of a call with it alone."""
         arguments = {
             n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in self.arguments().items()
         }
@@ -269,7 +283,7 @@ class _Case:
             self.compare_with_alone(actual)
 
     def follows_none(self, actual: dict) -> bool:
-        """Whether wrong indices do not matter: nothing comes out but what was in."""
+        """Whether wrong indices had no effect: outputs empty, nothing written. False if eager."""
         outputs = [x for name, x in actual.items() if name.startswith("output")]
         same = all(
             torch.equal(memory.bits(actual[name]), memory.bits(self.before[name]))
@@ -278,7 +292,7 @@ class _Case:
         return same and not any(x.numel() for x in outputs) and self.case["way"] != "eager"
 
     def results(self, rewritten: bool) -> tuple[dict, list]:
-        """What comes out, by name, and what the outputs were multiplied by for gradients."""
+        """Return the results by name, and the gradients of the outputs that were used."""
         if rewritten:
             self.call_with_other_numbers()
         for each in self.memories:
@@ -302,7 +316,7 @@ class _Case:
         return actual, seeds
 
     def call_with_other_numbers(self) -> None:
-        """Call once with numbers of another seed in the same memory, then put these there."""
+        """Call with other values in the same memory, then write this case's values by `rewrite`."""
         other = self.make(self.case["seed"] + 1)
         for name, x in _tensors(other):
             memory.rewrite(self.tensors[name], x, "data")
@@ -312,7 +326,7 @@ class _Case:
             memory.rewrite(self.tensors[name], x, self.case["rewrite"])
 
     def seeds(self, outputs) -> list:
-        """What outputs are multiplied by for gradients: 0 where nobody knows what is right."""
+        """Return a gradient for each output, 0 where its elements are not specified."""
         draw, known = Draw(self.case["seed"] + 77), [*self.known, *[None] * len(outputs)]
         return [
             None if out is None else multiplier(draw, out, out.dtype, part)
@@ -350,13 +364,14 @@ class _Case:
     # Transforms
 
     def transform(self) -> None:
-        """A transform gives what the formula's gives, or is refused by name."""
+        """The transform of the function gives that of the formula, or is refused by name."""
         wrt = tuple(n for n in self.target.wrt if n in self.tensors)
         if self.target.inference(self.case["settings"]):
             return
         if not wrt or self.writes or self.plain.get("p") or self.plain.get("dropout_p"):
             return
-        # torch's own duals reject expanded memory, see test_torch_makes_no_dual_of_expanded_memory.
+        # torch's dual tensors reject expanded memory, see
+        # test_torch_makes_no_dual_of_expanded_memory.
         self.tensors = {
             name: x.clone() if memory.is_expanded(x) else x for name, x in self.tensors.items()
         }
@@ -411,7 +426,7 @@ class _Case:
         return max(torch.finfo(dtype).eps for dtype in given + self.results_dtypes)
 
     def twice(self, arguments, wrt, seeds) -> None:
-        """The gradient of a gradient, of which only the refusal by name is promised."""
+        """The second derivative may be missing, but then it must be refused by name."""
         leaves = {name: arguments[name].requires_grad_() for name in wrt}
         outputs = [out for out in ways.listed(self.function(**arguments)) if out is not None]
         pairs = [(o, s.to(o.dtype)) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
@@ -444,7 +459,7 @@ class _Case:
 
 
 def compare(name: str, actual, right: torch.Tensor, limit: float, known) -> None:
-    """Raise Wrong unless `actual` is what is right, rounded, and off by `limit` at most."""
+    """Raise Wrong unless `actual` is `right`, rounded to its dtype, within `limit`."""
     if not isinstance(actual, torch.Tensor):
         raise Wrong(f"{name}: got {type(actual).__name__}")
     if actual.device.type != "cpu":
@@ -455,7 +470,7 @@ def compare(name: str, actual, right: torch.Tensor, limit: float, known) -> None
         return
     right = right.detach()
     known = torch.ones_like(right, dtype=torch.bool) if known is None else known.expand(right.shape)
-    rounded = right.to(actual.dtype)  # where it overflows, infinite
+    rounded = right.to(actual.dtype)  # infinite where it overflows
     same = (actual == rounded) | (actual.isnan() & right.isnan())
     info = torch.finfo(actual.dtype)
     error = (actual.detach().double() - right).abs()
@@ -471,16 +486,17 @@ def compare(name: str, actual, right: torch.Tensor, limit: float, known) -> None
 
 
 def check_message(function: str, error: Exception) -> None:
-    """Raise Wrong unless an error is a refusal, which says which argument it is about.
+    """Raise Wrong unless an error is a refusal that names an argument.
 
-    A kernel that finds a wrong index value can only raise a RuntimeError, as torch's assertions do;
-    its text is like ours, behind the place in the source that torch puts first.
+    A kernel that finds a wrong index value can only raise a RuntimeError, as torch's assertions do.
+    Its
+    text is like ours, after the source location that torch puts first.
     """
     names = {*inspect.signature(getattr(npu_ops, function)).parameters, *MORE_NAMES}
     operators = {function, *(op.name for op in pkgutil.iter_modules(npu_ops.ops.__path__))}
     names |= operators | {f"{op}_backward" for op in operators}
     text = str(error)
-    if type(error).__name__ == "TorchRuntimeError":  # Dynamo wraps what a fake kernel raises
+    if type(error).__name__ == "TorchRuntimeError":  # Dynamo wraps an error from a fake kernel
         inner = re.search(r"got (\w+)\('(.*)'\)$", text, re.MULTILINE)
         named = {allowed.__name__: allowed for allowed in ALLOWED}
         if inner and inner[1] in named:
@@ -496,13 +512,13 @@ def check_message(function: str, error: Exception) -> None:
 
 
 def multiplier(draw: Draw, out: torch.Tensor, dtype: torch.dtype, known) -> torch.Tensor:
-    """Numbers in an output's dtype; 0 where it is not `known` what is right."""
+    """Return random numbers in `dtype`, 0 where the output is not specified."""
     seed = draw.normal(*out.shape, dtype="float64").to(dtype)
     return seed if known is None else seed * known
 
 
 def malformed(x: torch.Tensor, how: str) -> torch.Tensor:
-    """Index values that are wrong in most cases; the formula knows in which."""
+    """Return index values that are usually invalid; the formula decides."""
     x, info = x.clone(), torch.iinfo(x.dtype)
     flat = x.view(-1)
     middle = flat.numel() // 2
@@ -533,7 +549,7 @@ def _has_tensors(x) -> bool:
 
 
 def _tensors(arguments: dict):
-    """(name, tensor), of a tuple too."""
+    """Yield (name, tensor), also for the parts of a tuple."""
     for name, x in arguments.items():
         if isinstance(x, torch.Tensor):
             yield name, x

@@ -1,7 +1,7 @@
-"""Where tensors lie: the same numbers in memory of every shape, with NaN all around.
+"""Memory layouts: the same values in many layouts, surrounded by NaN.
 
-What lies around is NaN (of integers: the smallest), so a read beside a tensor is seen in the
-result, and it is compared afterwards, so a write beside it is seen too.
+The surrounding memory is NaN (the smallest value for integers), so reading beside a tensor shows in
+the result. It is compared afterwards, so writing beside it shows too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ ROUTES = ("data", "numpy", "dlpack")
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, for NaN equals nothing."""
+    """View a tensor as integers, because NaN is not equal to itself."""
     if not x.dtype.is_floating_point:
         return x if x.dtype != torch.bool else x.view(torch.uint8)
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 class Memory:
-    """The memory of one argument or of several, and what was in it."""
+    """The memory of one or several arguments, with a copy of its contents."""
 
     def __init__(self, views: dict[str, torch.Tensor]):
         self.views = views
@@ -33,7 +33,7 @@ class Memory:
         self.before = bits(self.base).clone()
 
     def touched(self, writable: tuple[str, ...]) -> str | None:
-        """What was written besides the arguments that may be, in words."""
+        """Say what memory was written outside the `writable` arguments; return None if none was."""
         wrong = bits(self.base) != self.before
         for name in set(writable) & self.views.keys():
             view = self.views[name]
@@ -44,14 +44,15 @@ class Memory:
         )
 
     def elements(self, name: str) -> set[int]:
-        """Where in the memory an argument's elements are."""
+        """Return the positions of an argument's elements in the memory."""
         view = self.views[name]
         places = torch.arange(self.base.numel(), device="cpu")
         places = places.as_strided(view.shape, view.stride(), view.storage_offset())
         return set(places.flatten().tolist())
 
     def overlapping(self, written: tuple[str, ...]) -> str | None:
-        """Of what is to be written, an argument that shares elements with another or itself."""
+        """Return an argument to be written that shares elements with another or
+        itself, else None."""
         for name in set(written) & self.views.keys():
             if is_expanded(self.views[name]):
                 return name
@@ -63,7 +64,7 @@ class Memory:
 
 
 def arranged(arguments: dict[str, torch.Tensor], forms: dict[str, str]) -> list[Memory]:
-    """Put each argument into memory of a form; those that share memory already stay together."""
+    """Lay out each argument by its form; arguments that already share memory stay together."""
     storages: dict[int, dict[str, torch.Tensor]] = {}
     for name, x in arguments.items():
         storages.setdefault(x.untyped_storage().data_ptr() or id(x), {})[name] = x
@@ -78,7 +79,7 @@ def is_expanded(x: torch.Tensor) -> bool:
 
 
 def rewrite(target: torch.Tensor, x: torch.Tensor, route: str) -> None:
-    """Put other numbers into a tensor in a way that its version does not count."""
+    """Write to a tensor without raising its version counter."""
     if is_expanded(target):
         target, x = target[:1], x[:1]
     if route == "data":
@@ -90,19 +91,19 @@ def rewrite(target: torch.Tensor, x: torch.Tensor, route: str) -> None:
 
 
 def place(x: torch.Tensor, form: str) -> torch.Tensor:
-    """A view that equals x. A form that x has no dimensions for is dense."""
+    """Return a view equal to x; dense if x has too few dimensions for the form."""
     shape, dims = list(x.shape), x.dim()
     if form == "expanded" and dims > 1 and shape[0] > 1:
         return x[:1].clone().expand(shape)
-    if form == "turned" and dims > 1:  # the last two dimensions lie the other way
+    if form == "turned" and dims > 1:  # last two dimensions swapped in memory
         return x.mT.clone(memory_format=torch.contiguous_format).mT
     if form == "swapped" and dims > 2:
         return x.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
-    if form == "fused" and dims > 1:  # as q, k or v in a fused projection
+    if form == "fused" and dims > 1:  # like q, k or v in a fused projection
         view = surrounded(x, *shape[:-1], shape[-1] + 5)[..., 2 : 2 + shape[-1]]
     elif form == "stepped" and dims > 0:
         view = surrounded(x, *shape[:-1], 2 * shape[-1] + 1)[..., 1::2][..., : shape[-1]]
-    elif form == "apart" and dims > 1:  # rows of the first dimension lie apart
+    elif form == "apart" and dims > 1:  # gaps between the rows of the first dimension
         view = surrounded(x, shape[0], 2, *shape[1:])[:, 1]
     elif form == "inside" and dims > 0:
         view = surrounded(x, x.numel() + 7)[3 : 3 + x.numel()].view(shape)
@@ -112,7 +113,7 @@ def place(x: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def surrounded(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Memory of what no formula would return."""
+    """Return memory filled with NaN, or with the smallest integer."""
     nothing = float("nan") if like.is_floating_point() else True
     if like.dtype not in (torch.bool,) and not like.is_floating_point():
         nothing = torch.iinfo(like.dtype).min

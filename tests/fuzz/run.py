@@ -1,4 +1,4 @@
-"""Searches for cases that fail: hypothesis draws them and makes what it finds small."""
+"""Search for failing cases: hypothesis draws them and shrinks what it finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIMPLEST = {
     "settings": {}, "seed": 0, "forms": [], "way": "eager", "grad": False,
     "defaults": ["float32", None, "set"], "rewrite": None, "malformed": None,
 }  # fmt: skip
-# How often each way to call is drawn: compiling takes a second, the others milliseconds.
+# How often each way to call is drawn. Compiling takes a second, the others milliseconds.
 WAYS = (
     *["eager"] * 14, *["watched"] * 3, "inference", "checkpoint", "explained", "preferred",
     *["alone"] * 3, *TRANSFORMS, *["compiled"] * 2,
@@ -32,11 +32,11 @@ WAYS = (
 
 @dataclasses.dataclass
 class Finding:
-    """A case that fails, as small as it got, and what is wrong."""
+    """A failing case, shrunk, and what is wrong with it."""
 
     case: dict
     verdict: str
-    alone: bool  # it fails in a process of its own, too
+    alone: bool  # whether it also fails alone in a new process
 
     def __str__(self) -> str:
         after = "" if self.alone else " (not alone: only after the cases before it)"
@@ -44,7 +44,7 @@ class Finding:
 
 
 def short(case: dict) -> dict:
-    """A case without what is the simplest anyway."""
+    """Return a case without the values that are the simplest."""
     simplest = TARGETS[case["function"]].simplest
     chosen = {n: x for n, x in case["settings"].items() if n not in simplest or x != simplest[n]}
     case = case | {"settings": chosen}
@@ -52,19 +52,19 @@ def short(case: dict) -> dict:
 
 
 def complete(case: dict) -> dict:
-    """The inverse of `short`."""
+    """Undo `short`."""
     simplest = TARGETS[case["function"]].simplest
     case = SIMPLEST | case
     return case | {"settings": simplest | case["settings"]}
 
 
 def repeating(case: dict) -> str:
-    """The command that repeats a case."""
+    """Return the command that repeats a case."""
     return f"npu-ops fuzz --repeat {shlex.quote(json.dumps(short(case), separators=(',', ':')))}"
 
 
 def cases(function: str, drawn: tuple[str, ...] = WAYS) -> st.SearchStrategy:
-    """Cases of a function."""
+    """Return hypothesis's strategy for the cases of a function."""
     target = TARGETS[function]
     wrong = st.tuples(
         st.integers(0, 3), st.lists(st.sampled_from(MALFORMED), min_size=1, max_size=3)
@@ -83,10 +83,11 @@ def cases(function: str, drawn: tuple[str, ...] = WAYS) -> st.SearchStrategy:
 
 
 class Search:
-    """Looks for failing cases, each of which counts once.
+    """Searches for failing cases and reports each kind once.
 
-    drawn: ways to call, as often as they are in it. until: when to stop, by time.monotonic.
-    shrinking: seconds for making one small.
+    drawn: ways to call; one that is listed twice is drawn twice as often.
+    until: when to stop, in time.monotonic's seconds.
+    shrinking: seconds for shrinking one case.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class Search:
         self.tried, self.known, self.findings = 0, [], []
 
     def of(self, function: str, examples: int, start: int | None) -> list[Finding]:
-        """What so many drawn cases find of a function that is not known yet.
+        """Return the new findings of one function, from `examples` drawn cases at a time.
 
-        start: of the random numbers; None: always the same.
+        start: seed of the random numbers; None: always the same ones.
         """
         found, verdicts = [], {}
         while time.monotonic() < self.until:
@@ -112,7 +113,7 @@ class Search:
     def _next(
         self, function: str, examples: int, start: int | None, verdicts: dict
     ) -> Finding | None:
-        """verdicts: of cases that were judged already."""
+        """Return the next finding, None if there is none. verdicts: of cases judged before."""
         failed, first = [], []
 
         @settings(
@@ -138,7 +139,7 @@ class Search:
 
         if start is not None:
             search = seed(start)(search)
-        with contextlib.suppress(AssertionError):  # it is in `failed`
+        with contextlib.suppress(AssertionError):  # `failed` has the case
             search()
         if not failed:
             return None
@@ -154,19 +155,20 @@ class Search:
         return finding
 
     def _is_known(self, case: dict, verdict: str) -> bool:
-        """Whether a finding has the same words, and no setting that this case has not."""
+        """Whether a known finding has the same kind, and no setting that is
+        simplest in this case."""
         return any(kind(case, verdict) == k and of <= chosen(case) for k, of in self.known)
 
 
 def chosen(case: dict) -> set[str]:
-    """The settings that are not the simplest."""
+    """Return the names of the settings that do not have their simplest value."""
     return set(short(case).get("settings", ()))
 
 
 def kind(case: dict, verdict: str) -> tuple:
-    """What is taken for the same finding: the same words of a function called alike.
+    """Return a key: findings with equal keys count as the same.
 
-    What a transform lacks it lacks of all functions, so there the words are enough.
+    A transform that is unsupported is so for all functions, so its key does not have the function.
     """
     words = re.sub(r"[-+]?\d[\d.e+-]*|0x\w+|\[.*?\]", "#", verdict)
     special = [n for n in ("rewrite", "malformed") if case[n]]
@@ -179,7 +181,7 @@ def fuzz(
     seconds: float, start: int, functions: list[str] | None, drawn: list[str] | None,
     say: Callable[[str], None], examples: int = 60,
 ) -> list[Finding]:  # fmt: skip
-    """Search for so long, all functions in turn, and say what is found as it is found."""
+    """Search for this many seconds, all functions in turn; print and return the findings."""
     functions = functions or list(TARGETS)
     if unknown := set(functions) - TARGETS.keys():
         raise ValueError(f"functions: got {sorted(unknown)}, needs some of {list(TARGETS)}")
@@ -205,7 +207,7 @@ def fuzz(
 
 
 def repeat(line: str) -> list[Finding]:
-    """Judge one case, given as JSON, in a process of its own: the finding, if it is one."""
+    """Judge one case, given as JSON, in a child process; return the finding, if it is one."""
     try:
         case = complete(json.loads(line))
     except (ValueError, TypeError, KeyError) as error:

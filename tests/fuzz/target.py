@@ -1,8 +1,8 @@
-"""What the fuzzer is told of a public function: its settings, its arguments, its formula.
+"""The description of a public function for the fuzzer: settings, arguments, formula.
 
-Settings are plain values that hypothesis draws and makes small; `make` turns them and a seed into
-the arguments of a call that the docstring allows. Another seed gives other numbers of the same
-shapes, also of lengths and indices.
+Settings are plain values that hypothesis draws and shrinks. `make` turns them and a seed into
+arguments that the docstring allows. Another seed gives other numbers in the same shapes, also other
+lengths and indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAN = float("nan")
 
 
 class Drawn(NamedTuple):
-    """A setting's strategy, and the simplest value of it."""
+    """A setting: its simplest value, and hypothesis's strategy for it."""
 
     simplest: object
     strategy: st.SearchStrategy
@@ -34,17 +34,22 @@ class Target:
     """A public function.
 
     formula: what it computes, see `formula.py`.
-    fields: of the settings: all values, the simplest first, or `Drawn`. make: see above.
-    wrt: arguments with a gradient. indices: arguments whose values it follows.
-    writes: settings -> arguments that it overwrites. inference: settings -> it has no gradient.
-    forms: (argument, settings) -> the forms of memory it may have; None: any.
-    roundings: how many an output may have seen, each relative to the largest number; loose: they
-        are those of the inputs' dtype, else of fp32.
-    met: (arguments) -> the largest number that gradients meet, where such numbers cancel, and in
-        the formula do so exactly.
-    tokens: arguments with a row for each token, [1, T, ...]; states: with one for each sequence.
-        A packed sequence then has the bits that it has alone, see `judge`.
-    drops: (arguments, outputs) -> which elements dropout kept, in the formula's argument `keep`.
+    fields: of the settings: a tuple of all values, the simplest first, or `Drawn`.
+    make: (settings, draw) -> arguments.
+    wrt: arguments with a gradient.
+    indices: arguments with index values.
+    writes: settings -> arguments that it overwrites.
+    inference: settings -> whether it has no gradient.
+    forms: (argument, settings) -> allowed memory layouts; None: any.
+    roundings: how often an output may be rounded, relative to its largest number.
+    loose: intermediate results have the inputs' dtype; else they have fp32.
+    met: arguments -> the largest intermediate number of the gradients. These may cancel, which in
+    the
+      formula they do exactly.
+    tokens: arguments with a row per token, [1, T, ...].
+    states: arguments with a row per sequence. With `tokens` and `states`, a packed sequence is also
+      compared with itself alone, bit for bit, see `judge`.
+    drops: (arguments, outputs) -> which elements dropout kept, for the formula's argument `keep`.
     """
 
     formula: Callable[..., list]
@@ -64,8 +69,12 @@ class Target:
 
     @property
     def settings(self) -> st.SearchStrategy:
-        """All settings drawn, or a few: where each has many values, a plain call is rare, and a
-        defect that only plain calls have stays hidden (Groce et al., "Swarm Testing", 2012)."""
+        """Strategy for all settings: either all are drawn, or only a few.
+
+        With many values per setting a plain call is rare, and a defect that only plain calls have
+        would
+        stay hidden (Groce et al., "Swarm Testing", 2012).
+        """
         drawn = st.fixed_dictionaries({
             name: field.strategy if isinstance(field, Drawn) else st.sampled_from(field)
             for name, field in self.fields.items()
@@ -74,19 +83,19 @@ class Target:
         return st.builds(self._with, drawn, st.none() | few)
 
     def _with(self, settings: dict, names: frozenset[str] | None) -> dict:
-        """`settings`, only those with these names."""
+        """Return `settings`, with the simplest value for each that is not in `names`."""
         if names is None:
             return settings
         return {n: x if n in names else self.simplest[n] for n, x in settings.items()}
 
     @property
     def simplest(self) -> dict:
-        """The settings that a case need not name."""
+        """The simplest value of each setting."""
         return {name: field[0] for name, field in self.fields.items()}
 
 
 class Draw:
-    """Numbers by a seed."""
+    """Random numbers from a seed."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -108,7 +117,7 @@ class Draw:
         return [values[i] for i in order]
 
     def starts(self, lengths: list[int], dtype="int64"):
-        """The starts of sequences of these lengths in any order, and their end."""
+        """Return cu_seqlens of sequences with these lengths, in random order."""
         lengths = torch.tensor([0, *self.shuffled(lengths)], dtype=torch.int64, device="cpu")
         return lengths.cumsum(0).to(getattr(torch, dtype))
 
@@ -129,7 +138,7 @@ RANKS = (None, "contiguous", "zigzag", "other", "no group")
 
 
 def one_rank():
-    """A process group, of this process."""
+    """Return a process group that has only this process."""
     if not distributed.is_initialized():
         store = distributed.HashStore()
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -137,7 +146,7 @@ def one_rank():
 
 
 def ranks(s) -> dict:
-    """The arguments of a call over ranks, by a setting that is one of RANKS."""
+    """Return the context-parallel arguments for the setting `ranks`, one of RANKS."""
     if s["ranks"] is None:
         return {}
     if s["ranks"] == "no group":
@@ -146,8 +155,12 @@ def ranks(s) -> dict:
 
 
 def packed(s, draw, tokens_name="tokens"):
-    """(batch, tokens, cu_seqlens) of settings with "lengths" and "behind", how many tokens are
-    nobody's, or "batch" and "tokens"."""
+    """Return (batch, tokens, cu_seqlens).
+
+    They come from the settings "lengths" and "behind", the number of unowned tokens, or from
+    "batch"
+    and "tokens".
+    """
     if s["lengths"] is None:
         return s["batch"], s[tokens_name], None
     return 1, sum(s["lengths"]) + s["behind"], draw.starts(s["lengths"], s["index"])

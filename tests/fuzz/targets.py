@@ -1,4 +1,4 @@
-"""Every public function's target: those of the modules in `ops/`."""
+"""Targets of all public functions, from the modules in `ops/`."""
 
 from __future__ import annotations
 

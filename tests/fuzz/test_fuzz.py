@@ -1,4 +1,4 @@
-"""The fuzzer finds what is broken on purpose, and repeats it."""
+"""The fuzzer finds planted faults and repeats them."""
 
 import inspect
 import json
@@ -22,8 +22,8 @@ NOT_CALLED_WITH_TENSORS = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.xdist_group("fuzz")  # one child
-EXAMPLES = 80  # of each function
+pytestmark = pytest.mark.xdist_group("fuzz")  # shares one child
+EXAMPLES = 80  # per function
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_every_public_function_has_a_formula_of_the_same_arguments():
 
 @pytest.mark.parametrize("function", TARGETS)
 def test_fuzz(function, child):
-    """Repeat a failure by the line that it prints; search on with `npu-ops fuzz`."""
+    """A failure prints the command that repeats it. To search further: `npu-ops fuzz`."""
     search = run.Search(child, shrinking=10.0)
     found = search.of(function, EXAMPLES, None)
     assert not found, "\n".join(map(str, found))
@@ -60,7 +60,7 @@ def case(function="l2norm", **changes):
 
 
 def plus(amount):
-    """An l2norm that is off."""
+    """Return an l2norm whose result is off by `amount`."""
 
     def call(x, eps=1e-6, output_dtype=None, *, dim=-1):
         return op.forward(x, eps, output_dtype or x.dtype) + amount
@@ -69,7 +69,7 @@ def plus(amount):
 
 
 def remembers(x, eps=1e-6, output_dtype=None, *, dim=-1, known={}):  # noqa: B006
-    """One that knows its input by its address and version."""
+    """A wrong l2norm that recognises its input by address and version."""
     key = x.data_ptr(), x._version
     if key not in known:
         known.clear()
@@ -156,7 +156,7 @@ def test_it_finds_a_last_bit_that_depends_on_other_sequences(monkeypatch):
 
 
 def test_it_finds_what_is_taken_for_a_table(monkeypatch):
-    """A file of preferences that nobody checks."""
+    """A preferences file is read without checks."""
     seeds = [seed for seed in range(12) if judge(case(way="preferred", seed=seed)) is None]
     assert len(seeds) == 12
     unchecked = lambda path: json.loads(path.read_text()) if path.is_file() else {"rows": []}  # noqa: E731
@@ -194,8 +194,12 @@ def test_a_line_repeats_a_case():
 
 
 def test_torch_makes_no_dual_of_expanded_memory():
-    """Why transforms are judged with clones: torch lays a tangent out as its primal, before any
-    function is called, and cannot write to expanded memory. When this fails, the clones can go."""
+    """The reason for which transforms are judged with clones; they can go when this test fails.
+
+    torch gives a tangent the strides of its primal before it calls any function, and cannot write
+    to
+    expanded memory.
+    """
     x = torch.randn(1, 4).expand(3, 4)
     tangent, called = torch.randn(3, 4), []
     with pytest.raises(RuntimeError, match="refers to a single memory location"):

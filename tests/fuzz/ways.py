@@ -1,4 +1,4 @@
-"""The ways to call a function. Each returns its outputs, and gradients where they are wanted."""
+"""Ways to call a function. Each returns its outputs, and gradients if wanted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ TRANSFORMS = ("func.grad", "func.jvp", "forward AD", "func.vmap", "twice")
 
 
 class Watching(TorchDispatchMode):
-    """Does nothing, as a profiler, a counter of operations or selective checkpointing would."""
+    """A mode that does nothing, in place of a profiler, an op counter or selective
+    checkpointing."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 class Compiled:
-    """A function compiled once for several calls."""
+    """A function that is compiled once for several calls."""
 
     def __init__(self, function, fullgraph: bool):
         torch._dynamo.reset()
@@ -40,7 +41,10 @@ class Compiled:
 
 
 def caller(function, way: str, seed: int, *, refused: bool):
-    """`function`, called in a way. refused: it may raise, which a whole graph would wrap."""
+    """Return `function`, called in this way.
+
+    refused: it may raise. Then graph breaks are allowed, because a full graph would wrap the error.
+    """
     if way == "compiled":
         return Compiled(function, fullgraph=not refused)
 
@@ -67,7 +71,7 @@ def caller(function, way: str, seed: int, *, refused: bool):
 
 @contextlib.contextmanager
 def defaults(dtype: str, device: str | None, how: str):
-    """Other defaults than torch's own."""
+    """Set torch's default dtype and device within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     if device is None:
@@ -97,7 +101,7 @@ def listed(outputs) -> list:
 
 
 def gradients(outputs: list, leaves: dict, seeds: list) -> dict:
-    """By name; of an output that does not depend on a leaf, zeros."""
+    """Return gradients by name; zeros if no output depends on a leaf."""
     pairs = [
         (out, seed.to(out.dtype)) for out, seed in zip(outputs, seeds, strict=True)
         if out is not None and out.requires_grad
@@ -113,9 +117,9 @@ def gradients(outputs: list, leaves: dict, seeds: list) -> dict:
 
 
 def transformed(function, arguments: dict, wrt: tuple[str, ...], transform: str, directions: dict):
-    """Results of a transform of `function` by name, and which formula they are to be compared with.
+    """Return results of a transform of `function` by name, and the transformed formula's name.
 
-    directions: tangents for forward mode, what outputs are multiplied by for reverse mode.
+    directions: tangents for forward mode, gradients of outputs for reverse mode.
     """
     rest = {name: x for name, x in arguments.items() if name not in wrt}
     names = list(wrt)

@@ -1,4 +1,4 @@
-"""Triton decides at import whether to interpret, so these tests have a process of their own:
+"""Triton decides at import whether to interpret, so these tests run in a process of their own:
 
 TRITON_INTERPRET=1 pytest tests/interpreted
 """
@@ -11,7 +11,7 @@ def pytest_ignore_collect():
 
 
 def pytest_configure():
-    """The interpreter multiplies bfloat16 as the integers that it keeps them in; not so here."""
+    """Fix tl.dot for bfloat16: the interpreter multiplies the integers that it stores them as."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl

@@ -1,4 +1,4 @@
-"""The arithmetic of every Triton kernel, in Triton's interpreter, against the reference."""
+"""Every Triton kernel's arithmetic, in Triton's interpreter, against the reference."""
 
 import dataclasses
 import itertools
@@ -21,9 +21,9 @@ OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 
 
 def small_cases():
-    """The odd cases, where kernels go wrong, and the models' with one token.
+    """Return the odd cases, where kernels go wrong, and the models' cases with one token.
 
-    `make test` takes one dtype of each, for the emulated NPU runs the same kernels, compiled.
+    `make test` runs one dtype of each, as the emulated NPU runs the same kernels compiled.
     """
     chosen = []
     for op in OPS:
@@ -45,7 +45,7 @@ def small_cases():
 
 
 def run(op, case, inputs, wrt):
-    torch.manual_seed(1)  # both runs draw the same mask
+    torch.manual_seed(1)  # both runs must draw the same mask
     return evaluate(cases.function(op, case), inputs, wrt)
 
 
@@ -65,7 +65,10 @@ def test_against_reference(op, case, dtype):
 
 
 def cutting_off(dtype, tolerance):
-    """The interpreter cuts a float32 off where it makes a bfloat16; hardware rounds to nearest."""
+    """Return the tolerance, doubled for bfloat16.
+
+    The interpreter truncates float32 to bfloat16; hardware rounds to nearest.
+    """
     twice = Tolerance(2 * tolerance.ratio, 2 * tolerance.max_abs)
     return twice if dtype == torch.bfloat16 else tolerance
 
@@ -73,7 +76,7 @@ def cutting_off(dtype, tolerance):
 @pytest.mark.parametrize("shape", [(5, 129), (70, 1000), (1, 7), (3, 2, 256), (2, 4096)], ids=str)
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9999999])
 def test_mask_is_the_reference_s(shape, p):
-    """Bit for bit, seeds and offsets above 32 bits included."""
+    """The masks are bit-equal, also for seeds and offsets above 32 bits."""
     state = torch.tensor([(123456789 << 32) + 987654321, (555 << 32) + 7])
     out = torch.full(shape, float("nan"))
     bias_dropout_add(torch.ones(shape), None, torch.zeros(shape), state, p, out)
@@ -83,7 +86,8 @@ def test_mask_is_the_reference_s(shape, p):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
 def test_positions(dtype, monkeypatch):
-    """Rows of a table by position; a row that the table has not gives NaN and nothing else."""
+    """Each position selects a row of the table. A position outside it gives NaN for
+    its token only."""
     cos, sin = torch.randn(7, 16), torch.randn(7, 16)
     q = torch.randn(4, 2, 16)
     positions = torch.tensor([6, 0, 3, 3], dtype=dtype)
@@ -92,7 +96,7 @@ def test_positions(dtype, monkeypatch):
         actual, _ = npu_ops.apply_rotary_pos_emb(q, None, cos, sin, positions)
     assert_close("q", actual, expected, Tolerance(1e-7, 3e-7))
     outside = torch.tensor([[6, 7, -1, 3]], dtype=dtype)
-    monkeypatch.setattr(indices, "check_within", lambda *_: None)  # else host memory raises
+    monkeypatch.setattr(indices, "check_within", lambda *_: None)  # on the CPU it would raise
     arguments = (cos[None], sin[None], outside, "TND", "half", False, 16)
     with registry.as_if_on("npu"):
         actual, _ = torch.ops.npu_ops.rope(q, q[:, :0], *arguments)
@@ -137,7 +141,7 @@ def test_another_softplus(op, beta, threshold):
 
 @pytest.mark.parametrize("state_v_first", [False, True])
 def test_segments_of_the_chunked_delta_rule(state_v_first, monkeypatch):
-    """As on an NPU with 24 matrix units, for which segments may be a chunk long."""
+    """As on an NPU with 24 cube cores, with segments allowed to be one chunk long."""
     monkeypatch.setattr(chunk_gated_delta_rule, "SEGMENT", 1)
     case = next(each for each in chunk_cases.CASES if each.name == "dense")
     case = dataclasses.replace(case, tokens=75, state="v" if state_v_first else "k")
@@ -157,7 +161,7 @@ def test_segments_of_the_chunked_delta_rule(state_v_first, monkeypatch):
 @pytest.mark.parametrize("sequences, longest", [(1, 1), (4, 300), (90, 3), (150, 70)])
 @pytest.mark.parametrize("kind", ["right", "tokens behind the last", "wrong"])
 def test_the_chunks_of_packed_sequences(size, sequences, longest, kind):
-    """More sequences than a tile takes, empty ones too; wrong lengths stay within the tokens."""
+    """Covers more sequences than a tile holds, empty ones, and wrong lengths, which are clamped."""
     draw = torch.Generator().manual_seed(sequences + size)
     lengths = torch.randint(0, longest + 1, (sequences,), generator=draw)
     cu_seqlens = torch.tensor([0, *lengths.cumsum(0)])

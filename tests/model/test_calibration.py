@@ -1,4 +1,4 @@
-"""`npu-ops model --calibrate`: constants by which times were made are found again."""
+"""`npu-ops model --calibrate` recovers the constants from which test times were computed."""
 
 import json
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytestmark = pytest.mark.xdist_group("calibration")
 SOC = "Ascend910B4-1"
 OTHER = {"launch": 1.3, "program": 0.05, "latency": 0.7, "memory": 1.0e6, "restart": 0.3}
-# Of the kernels that take longest to model, two are enough.
+# Two of the kernels that take longest to model are enough.
 QUICK = ("40 cores", "40 cores, beyond the cache")
 
 
@@ -24,14 +24,14 @@ def said():
 
 
 def made(times):
-    """A report with these times of microbenchmarks."""
+    """Return a report of `npu-ops verify` with these microbenchmark times."""
     rows = [{"group": group, "name": name, "us": us} for (group, name), us in times.items()]
     result = {"kind": jobs.MICROBENCHMARKS, "soc": SOC, jobs.MICROBENCHMARKS: rows}
     return {"format": 1, "environment": {}, "results": [result | {"verdict": "right"}]}
 
 
 def test_the_constants_by_which_times_were_made_are_found(said, tmp_path, monkeypatch):
-    """All kernels are compiled by the vendor's compiler; the rest of the groups is predicted."""
+    """The vendor's compiler compiles all kernels; the other groups' times are predicted."""
     prices = costs.of(SOC).replace(**OTHER)
     chosen = [key for key in said.launches if key[0] != "copy by cores" or key[1] in QUICK]
     assert {key[0] for key in chosen} == {one.group for one in benchmarks.of(20, 40)}
@@ -67,7 +67,7 @@ def test_times_of_other_microbenchmarks_are_refused(said):
         fit.fit(SOC, {("copy", "by magic"): 1.0}, said)
 
 
-# The verdicts of verify
+# Verdicts of `npu-ops verify`
 
 
 def test_a_full_run_without_times_says_so(tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_a_full_run_without_times_says_so(tmp_path, monkeypatch):
 
 
 def test_the_process_that_checks_measures_them(monkeypatch):
-    """With a double of the device: what it says is what a fit takes."""
+    """With a stand-in for the device: `fit` can read what this process reports."""
     monkeypatch.setattr(
         benchmarks, "measure", lambda device: [{"group": "a", "name": "b", "us": 2}]
     )

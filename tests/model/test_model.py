@@ -1,4 +1,4 @@
-"""What the model makes of a compiled kernel: values, order among pipes, refusals."""
+"""The NPU time model on compiled kernels: values, order among pipes, refused input."""
 
 import dataclasses
 import json
@@ -220,7 +220,7 @@ scf.for %i = %c0 to %n step %c1  : i32 {{
 
 
 def test_a_choice_of_vectors_is_taken_as_true_and_said():
-    """As where a kernel checks lengths before it goes by them."""
+    """A kernel may check lengths before use; the model assumes the check passes and says so."""
     kernel = function(SETUP + BOUND_FROM_VECTORS, arguments=f"{LOADED}; f32")
     found = time_of(kernel, values=[None, 1.0])
     assert found.programs[0].assumed and found.programs[0].bytes["loaded"] == 5 * 4096 * 4
@@ -288,7 +288,7 @@ def test_a_launch_of_autograd_is_known_as_one():
 
 
 def test_the_limit_of_a_launch_is_of_the_part_that_it_moves():
-    """Of a large tensor it copies 65536 elements."""
+    """A kernel that copies 65536 elements has the same bound whatever its tensor's size."""
     x, out = (torch.empty(1 << 24) for _ in range(2))
     (launch,) = model.kernel_of_file(*ADD_KERNEL[:1], ADD_KERNEL[2], ADD_KERNEL[4], 16)
     whole = dataclasses.replace(launch, values=(x, x.clone(), out, *launch.values[3:]))
@@ -309,7 +309,7 @@ def test_each_kind_of_core_has_its_range():
 
 
 def test_pytorch_computes_with_the_indices_that_a_kernel_writes():
-    """How long the segments of a long sequence are, it derives from what a kernel of ours wrote."""
+    """The wrapper derives segment lengths from indices, so launches need their real values."""
     q = torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
     gates = torch.zeros(1, 8192, 2)
     inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates}
@@ -331,8 +331,12 @@ def test_what_an_earlier_kernel_writes_is_not_known():
 
 
 def test_what_a_kernel_does_not_touch_it_does_not_write():
-    """Without norms, the kernel inside of a chunk has q, k and the spans for nothing, and the
-    backward reads its bounds from the spans."""
+    """Pointers that a kernel gets but does not use count as inputs.
+
+    Without norms, intra_kernel does not use q, k and the spans. The backward reads loop bounds from
+    the
+    spans, so they must keep their values.
+    """
     q = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
     gates = torch.zeros(1, 64, 1)
     inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates}
@@ -426,7 +430,7 @@ def test_a_grid_of_several_axes():
 
 @pytest.mark.parametrize("grid", ["16", "1"])
 def test_an_axis_that_is_not_given_is_asked_for(grid):
-    """Today's kernel would find 0 there, and be timed for another launch."""
+    """The kernel would read 0 for a missing axis, so the time would be another launch's."""
     done = run(*PLANES, "--grid", grid)
     assert done.exit_code == 2
     assert f"--grid: got {grid!r}, needs 2 numbers: planes uses program_id" in done.output

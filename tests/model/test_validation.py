@@ -1,4 +1,4 @@
-"""The model against measured silicon: docs/npu-model.md says the same, and how."""
+"""The time model against measured NPU times; docs/npu-model.md has the same numbers."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from npu_ops_tools.model.validation.cases import candidates, rows
 
 @pytest.mark.slow
 def test_the_gates_and_the_page():
-    """One test, for walking all rows takes a while."""
+    """One test for all, because predicting every row takes a while."""
     points = check.points()
     judged = check.judged(points)
     assert len(judged) >= 48 and not {point.row.op for point in judged} & set(check.FITTED_ON)
@@ -27,7 +27,7 @@ def test_the_gates_and_the_page():
     assert products.count == 5 and products.median <= 0.20
     assert check.score(page.looked_at(points)).rank >= 0.94
     blind = [dataclasses.replace(point, model=point.row.bytes / 1.2e6) for point in judged]
-    assert check.score(check.likely(blind)).median > 0.25  # the gate can fail: bytes alone do
+    assert check.score(check.likely(blind)).median > 0.25  # counting bytes alone fails the gate
     for core in ("vector", "cube", "mixed"):
         printed = costs.of("Ascend910B4-1").within(core)
         assert printed == pytest.approx(page.spread(points, core), abs=0.02)
@@ -37,7 +37,7 @@ def test_the_gates_and_the_page():
 
 
 def test_the_gate_of_gated_delta_net():
-    """On what benchmarks/model_stages.py wrote; the test below writes some of it again."""
+    """Uses the rows that benchmarks/model_stages.py wrote; the test below repeats some of them."""
     held_out = [each for each in stages.predicted(page.STAGES) if each.held_out]
     found = check.score(held_out)
     assert found.count == 32 and found.median <= 0.30 and found.rank >= 0.95
@@ -46,8 +46,10 @@ def test_the_gate_of_gated_delta_net():
 
 @pytest.mark.parametrize("name", ["kkt", "solve_tril", "wy_fast", "chunk_h", "chunk_o"])
 def test_stages_are_predicted_so(name):
-    """vllm-ascend's kernels, as this compiler makes them of its release; a process of their own,
-    for they are told that there is an NPU."""
+    """vllm-ascend's released kernels, compiled here, get the stored predictions.
+
+    They run in another process, which pretends that there is an NPU.
+    """
     kept = [each for each in stages.predicted(page.STAGES) if each.name == name]
     chosen = min(kept, key=lambda each: (each.us, each.chunk))
     sizes = {"tokens": chosen.tokens, "value-heads": chosen.value_heads, "chunk": chosen.chunk}
@@ -78,7 +80,7 @@ def test_every_number_says_where_it_is_from():
 
 
 def test_what_is_kept_is_what_the_compiler_makes():
-    """One kernel of each kind; the slow test compiles all."""
+    """Compiles one kernel of each kind; the slow test compiles all."""
     kinds = {}
     for row in rows():
         kinds.setdefault(row.op, (candidates(row)[0], row.soc))

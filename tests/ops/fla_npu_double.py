@@ -1,4 +1,4 @@
-"""A double of fla_npu: the signatures of its operators of August 2026, computed by torch."""
+"""A stand-in for fla_npu: its operators' signatures of August 2026, computed with torch."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ def npu_recurrent_gated_delta_rule(
     query, key, value, state, *, beta, scale=1.0, actual_seq_lengths, ssm_state_indices,
     num_accepted_tokens=None, g=None, gk=None,
 ):  # fmt: skip
-    """Updates `state` in place; the first length is of tokens that are of no sequence."""
+    """Update `state` in place. actual_seq_lengths: a 0, then the sequences' lengths."""
     assert {x.dtype for x in (query, key, value, state, beta)} == {torch.bfloat16}
     assert g.dtype == torch.float32 and ssm_state_indices.dtype == torch.int32
     begin, *lengths = actual_seq_lengths.tolist()
@@ -37,7 +37,8 @@ def npu_causal_conv1d(
     initial_state_mode=None, num_accepted_tokens=None, activation_mode=0, pad_slot_id=-1,
     run_mode=0, head_num=0,
 ):  # fmt: skip
-    """x [B, T, D], weight [W, D], conv_states [B, W - 1, D], without initial states."""
+    """Return y like x. x [B, T, D], weight [W, D], conv_states [B, W - 1, D]; it
+    starts from zeros."""
     width, channels = weight.shape
     assert run_mode == 0 and conv_states.shape == (x.shape[0], width - 1, channels)
     before = torch.cat([torch.zeros_like(conv_states), x], 1).float().transpose(1, 2)
@@ -50,7 +51,7 @@ def npu_causal_conv1d(
 
 
 def in_chunks(x, chunk_size):
-    """`[B, H, T, ..]` as fp32 `[B, H, chunks, chunk_size, ..]`."""
+    """Return `[B, H, T, ..]` as fp32 `[B, H, chunks, chunk_size, ..]`."""
     return x.float().unflatten(2, (-1, chunk_size))
 
 
@@ -58,13 +59,13 @@ def npu_chunk_local_cumsum(
     g, chunk_size, *, cu_seqlens=None, chunk_indices_out=None, reverse=False, scale=1.0,
     head_first=True, output_dtype="float32",
 ):  # fmt: skip
-    """g [B, H, T]: sums from the first token of a chunk on."""
+    """Return the sums of g [B, H, T] within each chunk, from its first token on."""
     assert head_first and g.dim() == 3 and g.is_contiguous()
     return in_chunks(g, chunk_size).cumsum(3).flatten(2, 3)
 
 
 def npu_chunk_scaled_dot_kkt(k, g, beta, *, cu_seqlens=None, chunk_indices=None, chunk_size=64):
-    """fp32 [B, HV, T, chunk_size], strictly below the diagonal."""
+    """Return fp32 [B, HV, T, chunk_size], strictly below the diagonal."""
     assert {g.dtype, beta.dtype} == {torch.float32} and g.shape == beta.shape
     k = in_chunks(k.repeat_interleave(g.shape[1] // k.shape[1], 1), chunk_size)
     g, beta = (in_chunks(x, chunk_size) for x in (g, beta))
@@ -73,7 +74,7 @@ def npu_chunk_scaled_dot_kkt(k, g, beta, *, cu_seqlens=None, chunk_indices=None,
 
 
 def npu_solve_tri(x, *, cu_seqlens=None, chunk_indices=None, layout="bsnd"):
-    """The inverse of 1 + x, chunk by chunk, of x's dtype."""
+    """Return the inverse of 1 + x for each chunk, in x's dtype."""
     assert layout == "bnsd" and x.dtype in (torch.bfloat16, torch.float16)
     matrix = in_chunks(x, x.shape[3])
     one = torch.eye(x.shape[3]).expand(matrix.shape)
@@ -84,7 +85,7 @@ def npu_solve_tri(x, *, cu_seqlens=None, chunk_indices=None, layout="bsnd"):
 def npu_recompute_w_u_fwd(
     k, v, beta, A, chunk_size, *, g=None, gk=None, cu_seqlens=None, chunk_indices=None
 ):
-    """w [B, HV, T, K] and u like v."""
+    """Return w [B, HV, T, K], and u with v's shape."""
     assert A.dtype == k.dtype == v.dtype and A.shape == (*v.shape[:3], chunk_size)
     k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).float() * g.exp()[..., None]
     A = in_chunks(A, chunk_size)
@@ -96,7 +97,7 @@ def npu_chunk_gated_delta_rule_fwd_h(
     k, w, u, g=None, *, gk=None, initial_state=None, output_final_state=False, chunk_size=None,
     cu_seqlens=None, chunk_indices=None, state_v_first=False,
 ):  # fmt: skip
-    """The states before each chunk, of k's dtype, the changed values, and the last states."""
+    """Return the states before each chunk, in k's dtype, the new values, and the last states."""
     assert not state_v_first and chunk_size == 64
     batch, heads, _, values = u.shape
     k = k.repeat_interleave(heads // k.shape[1], 1)
@@ -119,7 +120,7 @@ def npu_chunk_fwd_o(
     q, k, v, h, scale, *, g=None, g_gamma=None, cu_seqlens=None, chunk_indices=None,
     chunk_size=None, transpose_state_layout=False,
 ):  # fmt: skip
-    """Like v: of the state before a chunk, and of the chunk itself."""
+    """Return o with v's shape: the part from the state before each chunk and the chunk's own."""
     assert h.shape == (*v.shape[:2], v.shape[2] // chunk_size, q.shape[3], v.shape[3])
     times = v.shape[1] // q.shape[1]
     q, k = (in_chunks(x.repeat_interleave(times, 1), chunk_size) for x in (q, k))
@@ -131,7 +132,10 @@ def npu_chunk_fwd_o(
 
 
 def install(monkeypatch, **changed):
-    """Make `import fla_npu` find it. changed: other operators by their names, or None for none."""
+    """Make `import fla_npu` find this stand-in.
+
+    changed: replacements of operators by name, None to remove one.
+    """
     operators = {name: f for name, f in globals().items() if name.startswith("npu_")} | changed
     operators = {name: f for name, f in operators.items() if f is not None}
     ascendc = types.ModuleType("fla_npu.ops.ascendc")

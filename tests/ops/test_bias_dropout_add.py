@@ -1,4 +1,4 @@
-"""bias_dropout_add: every implementation against the reference, the reference against torch."""
+"""bias_dropout_add: every implementation against the reference, and the reference against torch."""
 
 import itertools
 from unittest import mock
@@ -23,7 +23,7 @@ STATE = 3, 5
 
 
 def seeded(**inputs):
-    """The public function with one (seed, offset), and so one mask on every device."""
+    """Call the public function with a fixed (seed, offset), so with one mask on every device."""
 
     def state(device, generator):
         return torch.tensor(STATE, device=device)
@@ -42,7 +42,7 @@ run = support.runner(seeded, "bias_dropout_add", TENSORS)
 @pytest.mark.parametrize("shape", [None, (40,), (17, 3, 40)], ids=["none", "row", "full"])
 @pytest.mark.parametrize("x, residual, out, bias", support.mixed_dtypes())
 def test_mixed_dtypes(x, residual, out, bias, shape, implementation, device):
-    """Each dtype is read and written as it is, and each gradient has its input's dtype."""
+    """No input is converted beforehand, and each gradient has its input's dtype."""
     inputs = {
         "x": torch.randn(17, 3, 40).to(x), "residual": torch.randn(17, 3, 40).to(residual),
         "bias": shape and torch.randn(shape).to(bias), "p": 0.25, "training": True,
@@ -96,8 +96,7 @@ def test_without_dropping_it_is_torchs_expression_exactly(
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
-    """As F.dropout: an element is dropped or divided by the probability of being kept, and so is
-    its gradient."""
+    """As in F.dropout, kept elements and their gradients are divided by the keep probability."""
     x, bias, residual = torch.randn(64, 96), torch.randn(96), torch.randn(64, 96)
     inputs = {"x": x, "bias": bias, "residual": residual, "p": p, "training": True}
     moved = support.on_device(inputs, device)
@@ -115,7 +114,7 @@ def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [1e-6, 0.9999, 0.99999])
 def test_the_scale_is_of_what_is_drawn(p, implementation, device):
-    """p is rounded to steps of 2^-16; a scale that is not changes the mean, by half at 0.99999."""
+    """The scale uses p in steps of 2^-16; at 0.99999 the exact p would shift the mean by half."""
     x = torch.ones(512, 1024, device=device)
     with support.forced(implementation, *OPS):
         out = npu_ops.bias_dropout_add(x, None, torch.zeros_like(x), p, True)
@@ -145,7 +144,7 @@ def test_dropped_infinities_and_nans_do_not_leak(implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=support.named)
 def test_conversions_are_torchs_for_every_value(dtype, implementation, device):
-    """Reads every 16-bit pattern; rounds numbers around every one of them."""
+    """Read every 16-bit pattern, and round numbers close to each of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
     wide = every.float()
     around = torch.cat([wide * (1 + step * 2.0**-12) for step in range(-9, 10)])
@@ -178,7 +177,7 @@ def test_strided_inputs():
 
 
 def test_expanded_gradient():
-    """`out.sum()` sends back one number with stride 0."""
+    """The gradient that `out.sum()` sends back is one number with stride 0."""
     x = torch.randn(20, 30, requires_grad=True)
     with env.override(strict=True):
         seeded(x=x, bias=None, residual=torch.zeros(20, 30), p=0.5, training=True).sum().backward()
@@ -270,7 +269,7 @@ def test_backward_keeps_no_mask_and_no_input():
 
 
 def test_memory_is_the_outputs_alone():
-    """No mask, no fp32 copy, forward or backward."""
+    """Neither forward nor backward allocates a mask or an fp32 copy."""
     inputs = [torch.randn(256, 512).bfloat16().requires_grad_() for _ in range(2)]
     size = inputs[0].numel() * 2
     with support.copies() as forward:
@@ -288,7 +287,7 @@ def test_memory_is_the_outputs_alone():
 @pytest.mark.parametrize("implementation", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=support.named)
 def test_bias_gradient_is_summed_in_fp32(implementation, dtype):
-    """50 000 rows: in bf16 the sum would stop growing at 256."""
+    """Over 50 000 rows, a bf16 sum would stop growing at 256."""
     inputs = {
         "x": torch.zeros(50_000, 8, dtype=dtype), "residual": torch.zeros(50_000, 8, dtype=dtype),
         "bias": torch.zeros(8, requires_grad=True), "p": 0.25, "training": True,
@@ -307,7 +306,7 @@ def test_bias_gradient_is_summed_in_fp32(implementation, dtype):
 @pytest.mark.parametrize("rows", [1, 2, 9, 37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=support.named)
 def test_gradients_of_halves_are_torchs_exactly(dtype, rows, width):
-    """The CPU takes bf16 by pairs, of two rows at once. A NaN that is dropped reaches nothing."""
+    """The CPU kernel reads bf16 in pairs, two rows at a time. A dropped NaN reaches nothing."""
     grad = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)).to(dtype)
     grad.view(-1)[::5] *= 1e-6
     state, p = torch.tensor([rows, width]), 0.4
@@ -366,7 +365,7 @@ def test_gradcheck(bias_shape, p):
 
 
 def test_double_backward_in_fp32():
-    """Through the native kernels: the gradient of a gradient is the forward's mask again."""
+    """By the native kernels: the gradient of the gradient uses the forward's mask again."""
     x = torch.randn(16, 8, requires_grad=True)
     out = seeded(x=x, bias=None, residual=torch.zeros(16, 8), p=0.5, training=True)
     grad_out = torch.randn(16, 8, requires_grad=True)
@@ -437,7 +436,7 @@ def test_opcheck_in_place(dtype):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("p, training", [(0.3, True), (0.3, False)])
 def test_compile(backend, p, training):
-    """One graph; the mask of the backward is the forward's, and eager's for the same seed."""
+    """In one graph, the backward uses the forward's mask, which is eager's for the same seed."""
     tensors = torch.randn(32, 16), torch.randn(16), torch.randn(32, 16)
 
     def function(x, bias, residual):
@@ -458,7 +457,7 @@ def test_compile(backend, p, training):
 
 
 def test_compile_with_inductors_own_random_numbers():
-    """Another stream than eager's: still the right share, and one mask in both directions."""
+    """The mask differs from eager's, but drops the right share and is the same in the backward."""
     x = torch.ones(256, 256, requires_grad=True)
     compiled = torch.compile(
         lambda x: npu_ops.bias_dropout_add(x * 2, None, torch.zeros_like(x), 0.25, True),
@@ -488,7 +487,7 @@ def test_compile_in_place():
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_autocast(residual_dtype):
-    """A linear layer's bf16 output goes in as it is; the result has the residual's dtype."""
+    """The linear layer's bf16 output is not converted; the result has the residual's dtype."""
     linear, residual = torch.nn.Linear(32, 32), torch.randn(8, 32).to(residual_dtype)
     inputs = torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -513,7 +512,7 @@ STRIDED = {
 @pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_fake_is_like_real(make, dtype):
-    """Under FakeTensorMode: shape, strides and dtype of the result and of the gradients."""
+    """Result and gradients have the shape, strides and dtype of real ones."""
 
     @support.with_gradients
     def function(x, residual):
@@ -523,15 +522,15 @@ def test_fake_is_like_real(make, dtype):
 
 
 def test_each_fp16_number():
-    """The CPU kernels convert fp16 by instructions of their own: as torch does, NaN as NaN."""
+    """The CPU kernels convert fp16 with CPU instructions: as torch does, and NaN stays NaN."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).view(16, -1)
     wide = npu_ops.bias_dropout_add(halves, None, torch.zeros(16, 4096), 0.0, False)
     assert torch.equal(wide.nan_to_num(7), halves.float().nan_to_num(7))
 
     between = [halves.float(), wide.view(-1).nextafter(torch.tensor(torch.inf)).view(16, -1)]
-    middles = (wide + wide.roll(-1, 1)) / 2  # ties, which go to the even one
+    middles = (wide + wide.roll(-1, 1)) / 2  # ties, which round to even
     for x in (*between, middles, middles.nextafter(torch.tensor(0.0)), middles * 1e9):
-        for columns in (4096, 4095):  # whole vectors, and what is left of them
+        for columns in (4096, 4095):  # whole vectors only, and with a remainder
             given, zeros = x[:, :columns].contiguous(), torch.zeros(16, columns)
             found = npu_ops.bias_dropout_add(given, None, zeros, 0.0, False, dtype=torch.float16)
             assert torch.equal(found.nan_to_num(7), given.half().nan_to_num(7))

@@ -1,7 +1,6 @@
-"""A call of any op is one call of its torch operator: visible, and gone once its results are.
+"""Each eager call is one call of a torch operator, and keeps nothing once its results are freed.
 
-Nothing about a call is kept for later calls: no tensor, and nothing that a compiled caller depends
-on.
+No call keeps a tensor, or anything that the guards of a compiled caller depend on.
 """
 
 import contextlib
@@ -44,13 +43,13 @@ def outputs_of(found) -> list[torch.Tensor]:
 
 
 def of_model(op: str, tokens: int):
-    """A case of the op with the shapes of the first model that has such a layer."""
+    """Return a case of the op in the shapes of the first model that has such a layer."""
     found = (cases.of(op).of_model(model, tokens) for model in MODELS.values())
     return next(case for one in found for case in one)
 
 
 def step(function, inputs: dict, wrt: list[str], by: str) -> None:
-    """A call with its backward, eager, checkpointed or compiled."""
+    """Run a call and its backward. by: "eager", "checkpointed" or "compiled"."""
     leaves = {name: inputs[name].requires_grad_() for name in wrt}
     call = function
     if by == "checkpointed" and wrt:
@@ -81,8 +80,11 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("by", ["eager", "checkpointed"])
 @pytest.mark.parametrize("op", ops())
 def test_no_tensor_outlives_its_call(op, by):
-    """40 shapes, as variable lengths give, or fewer: up to 128 MiB of inputs. Resident bytes are
-    compared, too: Python's garbage collector does not see tensors that only C++ holds."""
+    """Runs up to 40 lengths, within 128 MiB of inputs.
+
+    Resident bytes are compared too: Python's garbage collector does not see tensors held by C++
+    only.
+    """
 
     def steps(lengths):
         drawn = 0
@@ -104,7 +106,7 @@ def test_no_tensor_outlives_its_call(op, by):
 
 
 def in_turn(op):
-    """Compiling an op takes 10 s: `make test` takes every fourth, `make test-all` all."""
+    """Compiling an op takes 10 s, so `make test` has every fourth and `make test-all` has all."""
     return pytest.param(op, marks=[] if list(ops()).index(op) % 4 == 0 else pytest.mark.slow)
 
 
@@ -125,7 +127,7 @@ def test_a_compiled_call_keeps_no_tensor(op):
     assert alive[-1] == alive[-2], alive
 
 
-# Conditions on which a compiled caller is compiled again
+# Recompilation of a compiled caller
 
 
 @MODES
@@ -147,7 +149,7 @@ def test_eager_calls_between_compiled_ones_recompile_nothing(call, mode):
     with mode():
         for _ in range(2):
             compiled(**given())
-        for other in CALLS.values():  # of other shapes, of this op and of all others
+        for other in CALLS.values():  # calls of this op and all others, in other shapes
             for _ in range(3):
                 function_of(other)(**other.arguments())
         function(**given())
@@ -155,17 +157,17 @@ def test_eager_calls_between_compiled_ones_recompile_nothing(call, mode):
             compiled(**given())
 
 
-# Modes and hooks that see the call
+# Profilers, modes and hooks that see a call
 
 
 def operators(events: list[FunctionEvent]) -> list[str]:
-    """The torch operators of npu_ops that were called, without the kernels that those call."""
+    """Return the npu_ops torch operators that were called, without their kernels."""
     known = {f"npu_ops::{table}{end}" for table in Table.tables for end in ("", "_")}
     return [event.key.removeprefix("npu_ops::") for event in events if event.key in known]
 
 
 def chosen():
-    """(call, what computes it, device), for each implementation that takes the call."""
+    """Yield (op, call, implementation, device) for each implementation of each op."""
     for op in ops():
         for call in cases.of(op).CALLS:
             for one in implementations(Table.tables[op]):
@@ -175,14 +177,14 @@ def chosen():
 
 @pytest.mark.parametrize("op, call, name, device", chosen())
 def test_a_profiler_sees_each_call_once(op, call, name, device):
-    """By any implementation, forward and backward."""
+    """Holds for each implementation, forward and backward."""
     inputs, wrt = on_device(call.arguments(), device), differentiable(call)
     verdicts = npu_ops.explain(call.function, **inputs)
     (why_not,) = (verdict.why_not for verdict in verdicts if verdict.implementation == name)
     takes_it = why_not is None or why_not.endswith("comes first")
     for n in wrt:
         inputs[n].requires_grad_()
-    # Of q and k, by an operator of their own; chunk_gated_delta_rule's kernels do it themselves.
+    # The recurrence normalises q and k by calls of l2norm, the chunked rule in its own kernels.
     is_normed = op == "fused_recurrent_gated_delta_rule" and inputs["use_qk_l2norm_in_kernel"]
     norms = ["l2norm", "l2norm"] if is_normed else []
     by = contextlib.ExitStack()
@@ -194,25 +196,26 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
         assert _without_products(op, operators(forward.events())) == [*norms, verdicts[0].op]
         if not wrt:
             return
-        if name == "aclnn":  # the vendor may have no gradient of what it computes
+        if name == "aclnn":  # the vendor may have no backward
             by.close()
         with profile(activities=[ProfilerActivity.CPU]) as backward:
             torch.autograd.grad(
                 outputs, [inputs[n] for n in wrt], [torch.ones_like(x) for x in outputs],
                 allow_unused=True,
             )  # fmt: skip
-    mine = verdicts[0].op  # a rotation's gradient is the rotation back
+    mine = verdicts[0].op  # the backward of a rotation is a rotation
     names = [f"{mine}_backward"] if f"{mine}_backward" in Table.tables else [mine]
     seen = _without_products(op, operators(backward.events()))
     assert seen == [*names, *(f"{norm}_backward" for norm in norms)]
 
 
 def _without_products(op, names):
-    """On CPUs, and for its gradients, grouped_linear calls linear for each group."""
+    """Leave out the calls of linear that grouped_linear makes per group, on CPUs
+    and for gradients."""
     return [name for name in names if name != "linear" or op != "grouped_linear"]
 
 
-# Tensors that are not plain
+# Tensors whose memory does not hold their values
 
 
 def as_zeros(x):
@@ -222,7 +225,7 @@ def as_zeros(x):
 @pytest.mark.parametrize("changed", [as_zeros, torch._neg_view], ids=["zero tensor", "neg view"])
 @every_call
 def test_a_tensor_without_its_values_in_memory(call, changed):
-    """torch gives kernels the memory that they need, wherever such a tensor comes from."""
+    """torch materialises zero tensors and negative views before a kernel gets them."""
     arguments = call.arguments(**call.fixed)
     names = [n for n in call.tensors() if arguments[n].is_floating_point() and n not in call.writes]
     for name in names:
@@ -247,7 +250,7 @@ def test_functionalize(call):
     functional = torch.func.functionalize(of_tensors)
     if (
         call.writes and not call.in_place
-    ):  # torch functionalizes no operator that writes, but its own
+    ):  # torch functionalizes no custom operator that writes to its inputs
         with pytest.raises(RuntimeError, match=f"npu_ops::{call.function}"):
             functional(*(arguments[n] for n in names))
         return

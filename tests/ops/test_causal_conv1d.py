@@ -1,4 +1,4 @@
-"""causal_conv1d: every implementation against the reference, the reference against torch."""
+"""causal_conv1d: every implementation against the reference, and the reference against torch."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def torch_conv1d(
     x, weight, activation=None, bias=None, residual=None, initial_state=None,
     output_final_state=False, cu_seqlens=None,
 ):  # fmt: skip
-    """The same by torch.nn.functional.conv1d, one sequence after another."""
+    """Compute the op with torch.nn.functional.conv1d, one sequence after another."""
     spans = [(b, 0, x.shape[1]) for b in range(x.shape[0])]
     if cu_seqlens is not None:
         spans = [(0, *span) for span in itertools.pairwise(cu_seqlens.tolist())]
@@ -45,7 +45,7 @@ def torch_conv1d(
 
 
 def random_inputs(tokens=9, channels=6, width=4, lengths=None, batch=1, dtype=torch.float64):
-    """Every argument; packed if there are lengths."""
+    """Return every argument; the sequences are packed if there are lengths."""
     starts = lengths and torch.tensor([0, *itertools.accumulate(lengths)])
     tokens = sum(lengths) if lengths else tokens
     count = len(lengths) if lengths else batch
@@ -73,7 +73,7 @@ def test_reference_is_torchs_convolution(case):
 
 @IMPLEMENTATIONS
 def test_it_is_the_convolution_of_qwen3_next(implementation, device):
-    """Prefill and then one token, as the layer does both: [B, D, T], the state W - 1 wide."""
+    """Prefill and then decode one token, as the layer does: [B, D, T], the state W - 1 wide."""
     x, weight = torch.randn(2, 21, 24), torch.randn(24, 4)
     expected = qwen3_next.causal_conv1d_fn(x[:, :20].mT, weight, None, "silu").mT
     state = x[:, 17:20].mT.contiguous()
@@ -87,7 +87,7 @@ def test_it_is_the_convolution_of_qwen3_next(implementation, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=support.named)
 @pytest.mark.parametrize("filter_dtype", [torch.float32, None], ids=["fp32-filter", "same"])
 def test_dtypes(dtype, filter_dtype, implementation, device):
-    """The filter may be fp32; each gradient has its input's dtype."""
+    """The filter may be fp32. Each gradient has its input's dtype."""
     inputs = random_inputs(lengths=[5, 9, 0, 1], channels=24, dtype=dtype)
     for name in ("weight", "bias"):
         inputs[name] = inputs[name].to(filter_dtype or dtype)
@@ -103,7 +103,8 @@ def test_dtypes(dtype, filter_dtype, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_large_and_special_values(activation, implementation, device):
-    """silu at its ends; a NaN stays with its sequence and the W - 1 tokens behind it."""
+    """silu of large inputs; a NaN reaches only its sequence, itself and the W - 1
+    tokens after it."""
     x = torch.linspace(-1000, 1000, 64).view(1, 16, 4)
     weight = torch.tensor([[0.0, 1.0]]).repeat(4, 1)
     x[0, 5, 1] = float("nan")
@@ -134,7 +135,8 @@ def test_packed_equals_one_by_one(lengths, width, implementation, device):
         with support.forced(implementation, *OPS):
             parts.append(npu_ops.causal_conv1d(**moved | one))
     alone = torch.cat([y for y, _ in parts], dim=1)
-    torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)  # torch's silu varies so much
+    # torch's silu varies by as much
+    torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
     assert torch.equal(last, torch.cat([state for _, state in parts]))
 
 
@@ -176,8 +178,11 @@ def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("lengths", [None, [3, 0, 2, 30]], ids=["batch", "packed"])
 def test_strided_x_is_read_in_place(lengths, implementation, device):
-    """x as a slice of a fused projection, and every second state with channels in one piece;
-    outputs and gradients are those of a copy."""
+    """x is a slice of a fused projection, and the states are every second of a pool, channels
+    dense.
+
+    Outputs and gradients are those of a contiguous copy.
+    """
     inputs = random_inputs(tokens=35, lengths=lengths, channels=16, dtype=torch.float32)
     fused = torch.randn(1, 35, 48, device=device)
     inputs = support.on_device(inputs, device)
@@ -266,7 +271,7 @@ def test_an_output_that_nobody_uses_has_no_gradient(used):
 
 @pytest.mark.parametrize("starts", [[0, 4, 99], [0, -50, 9], [5, 2, 9], [99, 99, 99]], ids=str)
 def test_the_reference_reads_nothing_outside_for_wrong_starts(starts):
-    """A device's are not read before; what it computes with them is thrown away."""
+    """On a device, cu_seqlens are not checked before the kernel; wrong ones are reported later."""
     inputs = random_inputs(lengths=[4, 5])
     x, weight, bias, residual, state = (inputs[name] for name in DIFFERENTIABLE)
     inputs = x, weight, bias, state, torch.tensor(starts), True
@@ -327,7 +332,7 @@ def test_compile(backend, lengths):
     lambda: torch.randn(2, 0, 8),
 ], ids=["dense", "TBD", "BDT", "slice", "empty"])  # fmt: skip
 def test_fake_is_like_real(make):
-    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+    """Results and gradients have the shape, strides and dtype of real ones."""
 
     @support.with_gradients
     def function(x, weight, state):
@@ -343,7 +348,7 @@ X, WEIGHT = torch.randn(1, 6, 8), torch.randn(8, 4)
 
 
 def test_the_kernel_checks_cu_seqlens_again():
-    """A compiled caller has had no other check."""
+    """A compiled call skips the public function's checks."""
     args = (X, WEIGHT, None, None, None, torch.tensor([0, 9]), False, False)
     with pytest.raises(ValueError, match="cu_seqlens: got 0 first and 9 last, needs 0 and up to 6"):
         torch.ops.npu_ops.causal_conv1d(*args)

@@ -1,4 +1,4 @@
-"""causal_conv1d by torch_npu's operator: as the reference over all cases that it takes."""
+"""causal_conv1d by torch_npu's operator: equal to the reference on all cases it takes."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CASES = [case for case in cases.of(OP).CASES if not case.large and case.tokens]
 
 @pytest.fixture(autouse=True)
 def ascend950(monkeypatch):
-    """The operator is of no other SoC; the emulated one is the same on all."""
+    """Pretend an Ascend 950, the only SoC with the operator. The emulated one is alike on all."""
     monkeypatch.setattr(aclnn, "_soc_why_not", lambda: None)
 
 

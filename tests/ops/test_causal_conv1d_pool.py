@@ -1,4 +1,4 @@
-"""causal_conv1d on a server's pool of states: what vLLM's and SGLang's causal_conv1d_fn do."""
+"""causal_conv1d with a server's pool of states, as causal_conv1d_fn of vLLM and SGLang."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def arguments(device="cpu", columns=WIDTH - 1, pool=torch.float32, **changes):
 
 
 def one_by_one(call):
-    """Each sequence by itself, with its state and without a pool; and the pool afterwards."""
+    """Return y and the pool afterwards, computed one sequence at a time without a pool."""
     y, pool = torch.zeros_like(call["x"]), call["conv_state"].clone()
     has = call.get("has_initial_state")
     slots = call["conv_state_indices"].tolist()
@@ -72,7 +72,7 @@ def test_nothing_but_padding_writes_nothing(slots, pad, device):
 
 
 def test_a_pool_without_slots_narrows_nothing():
-    """All sequences are padding; x is not rounded to the dtype of the pool."""
+    """If all sequences are padding, x is not rounded to the dtype of the pool."""
     call = arguments(conv_state_indices=torch.full((4,), -1))
     expected, _ = npu_ops.causal_conv1d(**call)
     call["conv_state"] = drawn(0, CHANNELS, WIDTH - 1, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def test_a_pool_without_slots_narrows_nothing():
 
 
 def test_a_final_state_has_the_dtype_of_the_initial_one():
-    """On a device the operator is given states that are wider than x."""
+    """The operator also takes states in a wider dtype than x, which happens on devices."""
     x, weight, state = drawn(1, 2, CHANNELS).bfloat16(), drawn(CHANNELS, 4), drawn(1, CHANNELS, 4)
     with forced("reference", "causal_conv1d"):
         _, final = torch.ops.npu_ops.causal_conv1d(x, weight, None, None, state, None, True, True)
@@ -88,7 +88,7 @@ def test_a_final_state_has_the_dtype_of_the_initial_one():
 
 
 def test_slots_in_order_of_a_batch_in_any_memory():
-    """No indices and no packing, and a pool with D in one piece, as decoding wants it."""
+    """A batch without indices, with the pool's channels dense in memory, as decoding wants it."""
     x, weight = drawn(3, 9, CHANNELS), drawn(CHANNELS, WIDTH)
     pool = drawn(4, 3, CHANNELS).transpose(1, 2)
     state = torch.nn.functional.pad(pool[:3], (1, 0))
@@ -118,7 +118,7 @@ def test_decoding_goes_on_where_a_prefill_ended():
 
 
 def test_slots_of_a_traced_call():
-    """Read where the graph runs; slot 0 is one like the others."""
+    """Slots are read when the graph runs, and slot 0 is an ordinary slot."""
     call, eager = arguments(), arguments()
     traced = torch.compile(npu_ops.causal_conv1d, fullgraph=True, backend="eager")
     y, _ = traced(**call)
@@ -141,8 +141,10 @@ def test_compiled():
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("pool", [torch.float32, torch.float16])
 def test_what_is_in_a_pool_passes_no_narrower_dtype(pool, device):
-    """With bf16 x and residual: rows that only move, or stay, are bit for bit what they were, and
-    what the filter reads of them is not rounded."""
+    """With bf16 x and residual, pool rows that move or stay keep their bits.
+
+    The filter reads them without rounding.
+    """
     starts, slots = torch.tensor([0, 0, 1, 3, 12]), torch.tensor([4, 2, 5, 0])
     call = arguments(device, pool=pool, cu_seqlens=starts, conv_state_indices=slots)
     call["x"] = call["x"][:, :12].bfloat16()
@@ -150,7 +152,8 @@ def test_what_is_in_a_pool_passes_no_narrower_dtype(pool, device):
     before = call["conv_state"].clone()
     y, _ = npu_ops.causal_conv1d(**call)
     after, x = call["conv_state"], call["x"][0].T.to(pool)
-    assert torch.equal(after[[1, 3, 4]], before[[1, 3, 4]])  # no sequence, or one of no tokens
+    # slots without a sequence, or with an empty one
+    assert torch.equal(after[[1, 3, 4]], before[[1, 3, 4]])
     assert torch.equal(after[2], torch.cat([before[2, :, 1:], x[:, :1]], 1))
     assert torch.equal(after[5], torch.cat([before[5, :, 2:], x[:, 1:3]], 1))
     assert torch.equal(after[0], x[:, 9:])

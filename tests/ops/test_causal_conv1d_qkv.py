@@ -1,4 +1,4 @@
-"""causal_conv1d_qkv: all implementations against the reference, its parts and Qwen3-Next."""
+"""causal_conv1d_qkv: all implementations against the reference, its three parts and Qwen3-Next."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def channels(heads):
 def random_inputs(
     tokens=9, heads=HEADS, width=4, lengths=None, batch=1, dtype=torch.float64, device="cpu"
 ):  # fmt: skip
-    """Every argument; packed if there are lengths."""
+    """Return every argument; the sequences are packed if there are lengths."""
     starts = lengths and torch.tensor([0, *itertools.accumulate(lengths)], device=device)
     tokens = sum(lengths) if lengths else tokens
     count, width_of_x = len(lengths) if lengths else batch, channels(heads)
@@ -50,7 +50,7 @@ def by_parts(
     x, weight, *, num_k_heads, num_v_heads, head_k_dim, head_v_dim, eps=1e-6, use_qk_l2norm=True,
     activation="silu", norm=npu_ops.l2norm, **rest,
 ):  # fmt: skip
-    """causal_conv1d, split, l2norm."""
+    """Compute the op as causal_conv1d, split, l2norm."""
     y, state = npu_ops.causal_conv1d(x, weight, activation=activation, **rest)
     keys = num_k_heads * head_k_dim
     q, k, v = y.split([keys, keys, num_v_heads * head_v_dim], dim=-1)
@@ -65,7 +65,7 @@ def by_parts(
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.heads) < 128 and c.tokens], ids=str)
 def test_reference_is_the_parts(case):
-    """And the l2norm that of transformers."""
+    """The l2norm of transformers gives the same."""
     inputs = case.inputs(torch.float64)
     wrt = [name for name in DIFFERENTIABLE if name in inputs]
     actual = run("reference", inputs)
@@ -81,7 +81,7 @@ def test_reference_is_the_parts(case):
 @support.parametrize_dtypes()
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 40]], ids=["batch", "packed"])
 def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementation, device):
-    """v and the final state are the same; q and k differ by the rounding that they are spared."""
+    """v and the final state are bit-equal; q and k differ, as the fused op rounds once less."""
     inputs = random_inputs(44, lengths=lengths, dtype=dtype, device=device)
     ours = run(implementation, inputs)
     both = (*OPS, "causal_conv1d", "l2norm")
@@ -89,8 +89,9 @@ def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementati
         parts = support.evaluate(by_parts, inputs, DIFFERENTIABLE)
     assert torch.equal(ours["output 2"], parts["output 2"])
     assert torch.equal(ours["output 3"], parts["output 3"])
-    # The separate ops round the gradient between them, where it is four times as large as at the
-    # end.
+    # The separate ops also round the gradient between conv and norm, where it is four times as
+    # large
+    # as at the end.
     tolerances = support.twice(support.twice(TOLERANCES))
     support.assert_all_close(
         ours, {name: value.double() for name, value in parts.items()}, tolerances
@@ -99,7 +100,7 @@ def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementati
 
 @IMPLEMENTATIONS
 def test_it_is_what_qwen3_next_gives_to_the_delta_rule(implementation, device, monkeypatch):
-    """The tensors inside the layer of transformers."""
+    """Compare with the tensors inside transformers' layer."""
     config = qwen3_next.Qwen3NextConfig(
         hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=24,
         linear_value_head_dim=16, num_hidden_layers=1, layer_types=["linear_attention"],
@@ -144,7 +145,7 @@ def test_heads_have_norm_one(dtype, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("value", [0.0, 1e-4, 300.0])
 def test_eps_is_inside_the_root(value, implementation, device):
-    """Rows of zeros, far below eps, and, in half precision, with squares that overflow it."""
+    """Rows of zeros, rows far below eps, and fp16 values whose squares overflow."""
     dtype = torch.float16
     x = torch.full((1, 5, channels(HEADS)), value, dtype=dtype, device=device)
     weight = torch.ones(channels(HEADS), 2, dtype=dtype, device=device)
@@ -162,7 +163,7 @@ def test_eps_is_inside_the_root(value, implementation, device):
 @IMPLEMENTATIONS
 def test_a_nan_stays_with_its_head_and_the_tokens_behind_it(implementation, device):
     inputs = random_inputs(lengths=[6, 9], width=3, dtype=torch.float32, device=device)
-    inputs["x"][0, 4, 50] = float("nan")  # of the first key head
+    inputs["x"][0, 4, 50] = float("nan")  # in the first key head
     with support.forced(implementation, *OPS):
         q, k, v, _ = npu_ops.causal_conv1d_qkv(**inputs)
     expected = torch.zeros_like(k, dtype=torch.bool)
@@ -208,7 +209,7 @@ def test_a_carried_state_continues_the_sequence(cut, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("lengths", [None, [3, 0, 2, 30]], ids=["batch", "packed"])
 def test_strided_x_is_read_in_place(lengths, implementation, device):
-    """x as a slice of a fused projection; outputs and gradients are those of a copy."""
+    """x is a slice of a fused projection; outputs and gradients are those of a contiguous copy."""
     inputs = random_inputs(tokens=35, lengths=lengths, dtype=torch.float32, device=device)
     width = channels(HEADS)
     inputs["x"] = torch.randn(1, 35, 3 * width, device=device)[..., width : 2 * width]
@@ -309,7 +310,7 @@ def test_an_output_that_nobody_uses_has_no_gradient(number):
 
 
 def test_memory_is_the_outputs_alone():
-    """Nothing in between is kept, forward or backward."""
+    """No intermediate result is allocated, forward or backward."""
     heads = (4, 8, 32, 32)
     inputs = settings(heads)
     x = torch.randn(1, 512, channels(heads)).bfloat16().requires_grad_()
@@ -363,7 +364,7 @@ def test_compile(backend, lengths):
     lambda d: torch.randn(2, 6, 3 * d)[..., d : 2 * d], lambda d: torch.randn(2, 0, d),
 ], ids=["dense", "TBD", "BDT", "slice", "empty"])  # fmt: skip
 def test_fake_is_like_real(make):
-    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+    """Results and gradients have the shape, strides and dtype of real ones."""
 
     @support.with_gradients
     def function(x, weight, state):
@@ -389,7 +390,7 @@ def test_an_unknown_argument_is_named():
 
 
 def test_the_kernel_checks_cu_seqlens_again():
-    """A compiled caller has had no other check."""
+    """A compiled call skips the public function's checks."""
     args = (X, WEIGHT, None, None, torch.tensor([0, 9]), False, None, list(HEADS), False)
     with pytest.raises(ValueError, match="cu_seqlens: got 0 first and 9 last, needs 0 and up to 6"):
         torch.ops.npu_ops.causal_conv1d_qkv(*args)

@@ -1,4 +1,4 @@
-"""causal_conv1d_update: every implementation against the reference, that against torch.cat."""
+"""causal_conv1d_update: every implementation against the reference, and that against torch.cat."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 
 
 def run(implementation, inputs):
-    """y and what is written in place; `inputs` are left as they are."""
+    """Return y and the tensors written in place, by name; `inputs` stay unchanged."""
     inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     with forced(implementation, "causal_conv1d_update", "causal_conv1d"):
         written = {"y": npu_ops.causal_conv1d_update(**inputs)}
@@ -38,8 +38,8 @@ def run(implementation, inputs):
 
 
 def one_pass(implementation, x, weight, activation=None):
-    """Whole sequences at once, and the states after them as a pool has them."""
-    if implementation == "ascendc":  # it has no causal_conv1d
+    """Compute whole sequences at once; return y and the final states in the pool's shape."""
+    if implementation == "ascendc":  # AscendC has no causal_conv1d kernel
         pool = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]).transpose(1, 2)
         with forced(implementation, "causal_conv1d_update"):
             return npu_ops.causal_conv1d_update(x, pool, weight, None, activation), pool
@@ -53,7 +53,7 @@ def by_concatenation(
     num_accepted_tokens=None, query_start_loc=None, intermediate_conv_window=None,
     disable_state_update=False,
 ):  # fmt: skip
-    """The same, one sequence after another: torch.cat, F.conv1d and slices."""
+    """Compute the op with torch.cat, F.conv1d and slices, one sequence after another."""
     width, y, state = weight.shape[1], torch.zeros_like(x), conv_state.clone()
     window = None if intermediate_conv_window is None else intermediate_conv_window.clone()
     for n, slot in enumerate(conv_state_indices.tolist()):
@@ -92,7 +92,7 @@ def test_reference_is_a_concatenation(case):
 @parametrize_dtypes()
 @IMPLEMENTATIONS
 def test_rows_go_back_bit_for_bit(case, dtype, implementation, device):
-    """And what is not written is left."""
+    """Elements that the op does not write keep their bits too."""
     inputs = case.inputs(dtype)
     expected = run("reference", floats(inputs, torch.float64))
     actual = run(implementation, on_device(inputs, device))
@@ -103,7 +103,7 @@ def test_rows_go_back_bit_for_bit(case, dtype, implementation, device):
 @IMPLEMENTATIONS
 def test_it_is_the_step_of_qwen3_next(implementation, device):
     x, weight, bias = torch.randn(3, 24), torch.randn(24, 4), torch.randn(24)
-    cache = torch.randn(3, 24, 4)  # Hugging Face's has a column that no one reads
+    cache = torch.randn(3, 24, 4)  # Hugging Face's cache has a column that is never read
     ours = cache[..., 1:].clone().to(device)
     with forced(implementation, "causal_conv1d_update"):
         y = npu_ops.causal_conv1d_update(
@@ -121,7 +121,7 @@ def test_it_is_the_step_of_qwen3_next(implementation, device):
 @pytest.mark.parametrize("step", [1, 2, 7])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_step_by_step_is_one_pass(step, width, implementation, device):
-    """Prefill, go on token by token: the same bits as one pass."""
+    """Prefill, then decode `step` tokens at a time: the same bits as one pass."""
     x = torch.randn(2, 28, 20, device=device).bfloat16()
     weight = torch.randn(20, width, device=device).bfloat16()
     whole, last = one_pass(implementation, x, weight, "silu")
@@ -139,7 +139,7 @@ def test_step_by_step_is_one_pass(step, width, implementation, device):
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("drafts", [1, 3, 16])
 def test_rejected_drafts_leave_no_trace(width, drafts, implementation, device):
-    """vLLM's verify: steps of drafted tokens, some accepted, equal one pass over the accepted."""
+    """vLLM's verification: drafts of which some are accepted equal one pass over the accepted."""
     draw = torch.Generator().manual_seed(width)
     truth = torch.randn(1, 60, 12, generator=draw).to(device)
     weight = torch.randn(12, width, generator=draw).to(device)
@@ -160,7 +160,7 @@ def test_rejected_drafts_leave_no_trace(width, drafts, implementation, device):
 
 @IMPLEMENTATIONS
 def test_a_window_is_the_state_to_go_on_from(implementation, device):
-    """SGLang's verify: the window of the last accepted token continues the sequence."""
+    """SGLang's verification: the window of the last accepted token continues the sequence."""
     x, weight = torch.randn(2, 9, 12, device=device), torch.randn(12, 4, device=device)
     pool = torch.randn(2, 12, 3, device=device)
     before = pool.clone()
@@ -210,7 +210,7 @@ def test_sequences_may_read_one_slot_where_none_is_written(implementation, devic
 
 @IMPLEMENTATIONS
 def test_slots_in_order_are_none_of_them_padding(implementation, device):
-    """Only an index says that a sequence is padding, as upstream's kernels have it."""
+    """Without indices no sequence is padding, as in upstream's kernels."""
     inputs = {"x": torch.randn(3, 16), "conv_state": torch.randn(3, 16, 3)}
     inputs |= {"weight": torch.randn(16, 4)}
     inputs = on_device(inputs, device)
@@ -221,7 +221,7 @@ def test_slots_in_order_are_none_of_them_padding(implementation, device):
 
 @IMPLEMENTATIONS
 def test_wrong_numbers_that_nobody_saw(implementation, device):
-    """On a device NaN for that sequence, its state left, the others right; on the CPU an error."""
+    """On the CPU an error. On a device only that sequence is NaN, and its state is unchanged."""
     x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(4, 8, 5, device=device)
     before = pool.clone()
@@ -242,7 +242,7 @@ def test_wrong_numbers_that_nobody_saw(implementation, device):
 
 @IMPLEMENTATIONS
 def test_starts_that_nobody_saw(implementation, device):
-    """On a device NaN, and states are left; on the CPU they are an error."""
+    """On the CPU an error. On a device y is NaN, and the states are unchanged."""
     x, weight = torch.randn(1, 9, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(2, 8, 3, device=device)
     before = pool.clone()
@@ -295,7 +295,7 @@ def test_a_filter_may_lie_anywhere(form, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_windows_that_share_memory(channels_last, implementation, device):
-    """SGLang's: each is the one before, a token later."""
+    """As in SGLang: each window is the previous one, shifted by one token."""
     draw = torch.Generator().manual_seed(2)
     x, weight = torch.randn(2, 4, 20, generator=draw), torch.randn(20, 4, generator=draw)
     pool = torch.randn(2, 20, 3, generator=draw).to(device)
@@ -383,7 +383,7 @@ def test_explain():
 
 
 def test_windows_may_be_one_memory_a_token_apart():
-    """As SGLang keeps them; any other overlap is refused."""
+    """SGLang keeps them so. Any other overlap is refused."""
     inputs = {"x": torch.randn(2, 3, 8), "weight": torch.randn(8, 4)}
     shared = torch.zeros(2, 8, 3 + 2)
     windows = shared.as_strided((2, 3, 8, 3), (shared.stride(0), 1, shared.stride(1), 1))

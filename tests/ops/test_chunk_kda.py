@@ -1,4 +1,5 @@
-"""Kimi Delta Attention: against fla's recurrence, the recurrent rule, and strong decays."""
+"""Kimi Delta Attention against fla's recurrence and our recurrent rule, also under
+strong decays."""
 
 import math
 
@@ -28,7 +29,7 @@ run = runner(npu_ops.chunk_kda, OP, DIFFERENTIABLE)
 
 
 def call(batch=1, tokens=40, heads=1, value_heads=2, keys=16, values=24, strong=0.25, seed=0):
-    """Arguments by name. strong: the size of the log decays."""
+    """Return arguments by name. strong: the size of the log decays."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -52,7 +53,7 @@ def of_fla(q, k, v, g, beta, initial_state, output_final_state, chunk_size):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("strong", [0.01, 0.25, 3.0])
 def test_against_fla(strong, implementation, device):
-    """Values and gradients; 40 tokens are two chunks and a half."""
+    """Outputs and gradients. 40 tokens are two and a half chunks."""
     inputs = call(2, strong=strong)
     expected = evaluate(of_fla, inputs, WRT)
     actual = run(implementation, on_device(inputs, device))
@@ -63,7 +64,7 @@ def test_against_fla(strong, implementation, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("decay", [-30.0, -200.0, "some channels", "some tokens"])
 def test_strong_decays(decay, dtype, implementation, device):
-    """Sums of gates over a chunk reach -12800: neither an inf nor a NaN, and the right numbers."""
+    """Cumulative log decays of a chunk reach -12800, which must give no inf or NaN."""
     inputs = call(tokens=70) | {"chunk_size": 64}
     if decay == "some channels":
         inputs["g"][..., ::3] = -30.0
@@ -77,7 +78,7 @@ def test_strong_decays(decay, dtype, implementation, device):
     actual = run(implementation, on_device(inputs, device))
     for name, value in actual.items():
         assert value.isfinite().all(), name
-        if expected[name].abs().max() < 1e-38:  # which fp32 cannot hold
+        if expected[name].abs().max() < 1e-38:  # too small for fp32
             assert value.abs().max() < 1e-30, name
         else:
             assert_close(name, value.cpu(), expected[name], TOLERANCES[dtype])
@@ -85,7 +86,7 @@ def test_strong_decays(decay, dtype, implementation, device):
 
 @IMPLEMENTATIONS
 def test_a_decay_to_nothing(implementation, device):
-    """A g of -inf forgets a channel, as exp(-inf) = 0 does."""
+    """A g of -inf erases a channel of the state, as exp(-inf) is 0."""
     inputs = call(tokens=20)
     inputs["g"][:, 5] = -math.inf
     inputs["g"][:, 11, :, ::2] = -math.inf
@@ -120,7 +121,7 @@ def test_one_decay_for_all_keys_is_the_gated_delta_rule(implementation, device):
 
 
 def test_chunks_of_one_token_are_the_recurrent_rule():
-    """Bit for bit, and so is the consistent mode."""
+    """Chunks of one token give the bits of the recurrent rule, and so does the consistent mode."""
     inputs = call(2)
     del inputs["chunk_size"]
     gates = {"gk": inputs["g"], "g": None}
@@ -135,7 +136,7 @@ def test_chunks_of_one_token_are_the_recurrent_rule():
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gates_are_fla_s(lower_bound, has_bias):
-    """The raw gate and beta that a Kimi Linear layer hands over, and their gradients."""
+    """A Kimi Linear layer passes its raw gate and beta; results and gradients equal fla's."""
     inputs = call(2)
     raw, logits = torch.randn_like(inputs["g"]), torch.randn_like(inputs["beta"])
     A_log, dt_bias = torch.randn(2), torch.randn(2 * 16) if has_bias else None

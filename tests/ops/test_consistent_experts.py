@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT: torch_npu's operators of experts give a token the bits of a model's own."""
+"""NPU_OPS_CONSISTENT: torch_npu's operators for experts give a token the bits of npu_ops.linear."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def drawn(device):
 
 
 def alone(x, gate_up, down, weights, index):
-    """Token by token, each by its own experts, in order of expert id."""
+    """Compute each token by its own experts, added in the order of expert ids."""
     found = []
     for row, names, own in zip(x, index.tolist(), weights, strict=True):
         parts = []
@@ -46,7 +46,7 @@ def alone(x, gate_up, down, weights, index):
 
 
 def test_a_token_s_rows_are_added_in_the_order_of_their_experts():
-    """In fp32 1 is lost beside 2**30, if it is not the last."""
+    """In fp32, 1 is lost beside 2**30 unless it is added last."""
     rows = torch.tensor([[2.0**30], [2.0**29], [1.0]], dtype=torch.bfloat16)
     weights = torch.tensor([[1.0, -2.0, 1.0]])
     assert (rows[[2, 0, 1]] * weights[0, [2, 0, 1], None].bfloat16()).sum(0).item() == 0
@@ -85,8 +85,8 @@ if "npu" in devices():
 
     @on_npu
     @MODES
-    @pytest.mark.parametrize("as_list", [False, True])  # MindSpeed has a matrix of each expert
-    @pytest.mark.parametrize("sums", [unpermuted, finalized])  # vllm-ascend, SGLang
+    @pytest.mark.parametrize("as_list", [False, True])  # MindSpeed has one matrix per expert
+    @pytest.mark.parametrize("sums", [unpermuted, finalized])  # by vllm-ascend and by SGLang
     def test_they_give_a_token_its_own_bits(device, mode, as_list, sums):
         x, gate_up, down, weights, index = drawn(device)
         with mode():
@@ -97,7 +97,7 @@ if "npu" in devices():
 
     @on_npu
     def test_gradients_are_of_all_that_was_given(device):
-        """torch_npu computes those of weights: ours passes calls of group_type 2 on to it."""
+        """torch_npu computes weight gradients with group_type 2; our patch passes such calls on."""
         x, gate_up, *_ = drawn(device)
         ends = torch.tensor([0, 4, 4, 9, 20, 23], device=device)
 
@@ -131,7 +131,7 @@ if "npu" in devices():
     def test_a_bias_is_left_to_torch_npu(device):
         x, gate_up, *_ = drawn(device)
         ends = torch.tensor([0, 4, 4, 9, 20, 23], device=device)
-        with pytest.raises(RuntimeError, match="bias"):  # which the emulated NPU refuses
+        with pytest.raises(RuntimeError, match="bias"):  # the emulated NPU refuses it
             torch.ops.npu.npu_grouped_matmul(
                 [x], [gate_up.transpose(1, 2)], bias=[gate_up[:, :, 0].float()],
                 group_list=ends, split_item=2, group_type=0,

@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT: whose norm and activation a framework calls makes no difference."""
+"""NPU_OPS_CONSISTENT: frameworks' norms and activations give the same bits as npu_ops's."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""NPU_OPS_CONSISTENT: a server's fused norm and rotation round as training's, one after another."""
+"""NPU_OPS_CONSISTENT: a server's fused norm and rotation rounds as the separate ops
+in training do."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A sequence over several ranks: as on one."""
+"""Context parallelism: a sequence on several ranks gives the results of one rank."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ CLOSE = Tolerance(1e-5, 1e-5)
 TOKENS = 75
 PACKED = ([0, TOKENS], [0, 1, 1, 40, 43, 70], [0, 2, 30, 60, TOKENS], [0, 40, 58, 58])
 DEALT = [0, 8, 8, 48, 72]
-CUTS = {2: [0, 40, TOKENS], 4: [0, 2, TOKENS - 17, TOKENS - 17, TOKENS]}  # of 2 tokens, of none
+# some ranks have 2 tokens or none
+CUTS = {2: [0, 40, TOKENS], 4: [0, 2, TOKENS - 17, TOKENS - 17, TOKENS]}
 
 
 def delta_rule(state_v_first, **inputs):
@@ -55,13 +56,13 @@ CALLS = {
 
 
 def contiguous(ranks):
-    """The tokens of each rank."""
+    """Return the tokens of each rank: contiguous parts."""
     cuts = CUTS[ranks]
     return [torch.arange(*cut) for cut in zip(cuts, cuts[1:], strict=False)]
 
 
 def zigzag(ranks, starts):
-    """Of each sequence a chunk and its mirror image."""
+    """Return the tokens of each rank: of each sequence a chunk and its mirror image."""
     found = [[] for _ in range(ranks)]
     for span in zip(starts, starts[1:], strict=False):
         chunks = torch.arange(*span).reshape(2 * ranks, -1)
@@ -77,7 +78,7 @@ def check_group(call, group, device="cpu"):
 
 
 def check_packed(call, group, device="cpu"):
-    """As check_group, of packed sequences: some that span ranks, some that do not, one of none."""
+    """As check_group, with packed sequences: within a rank, across ranks, and an empty one."""
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     for starts in PACKED:
         ends = [rank for rank in range(ranks) if CUTS[ranks][rank] < starts[-1]]
@@ -87,7 +88,7 @@ def check_packed(call, group, device="cpu"):
 
 
 def _check(call, group, device, span, last, starts=None, **layout):
-    """last: whether the last sequence's final state is here."""
+    """Compare this rank's part with the whole; last: whether it has the last final state."""
     function, make = CALLS[call]
     inputs, lengths = make(batch=2 if starts is None else 1), {}
     if starts is not None:
@@ -107,15 +108,15 @@ def _check(call, group, device, span, last, starts=None, **layout):
     for name, x in own.items():
         grad = torch.zeros_like(whole[name])
         grad[(slice(None), span) if _has_tokens(x) else ...] = x.grad
-        distributed.all_reduce(grad, group=group)  # as a trainer does for its parameters
+        distributed.all_reduce(grad, group=group)  # as a trainer does for its parameters' gradients
         assert_close(name, grad, whole[name].grad, CLOSE)
 
 
 def check_nan_stays(call, group):
-    """What one sequence holds reaches neither outputs nor gradients of another."""
+    """A NaN in one sequence reaches neither outputs nor gradients of another."""
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     function, make = CALLS[call]
-    starts = torch.tensor([0, 30, TOKENS])  # each spans ranks
+    starts = torch.tensor([0, 30, TOKENS])  # both sequences span ranks
     span = contiguous(ranks)[rank]
     inputs = {name: _part(x, span).clone() for name, x in make(batch=1).items()}
     for x in filter(_has_tokens, inputs.values()):
@@ -181,7 +182,7 @@ def test_states_between_chunks_are_those_of_one_rank(name):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A group of one rank."""
+    """A process group with one rank."""
     distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield distributed.group.WORLD
     distributed.destroy_process_group()
@@ -190,7 +191,7 @@ def alone(tmp_path):
 @pytest.mark.parametrize("call", ["v first", "silu"])
 @pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
 def test_one_rank_has_the_whole(alone, call, layout):
-    """In this process, where mutants are tried; with a final state only if it is asked for."""
+    """One rank, in this process for mutation tests. States are returned only on request."""
     function = {"v first": npu_ops.chunk_gated_delta_rule, "silu": npu_ops.causal_conv1d}[call]
     given = CALLS[call][1](batch=1)
     lengths = {} if layout is None else {"cu_seqlens": torch.tensor([0, 8, 8, 48, 72])}
@@ -217,7 +218,7 @@ def test_what_other_ranks_have_is_the_initial_state(monkeypatch):
 @pytest.mark.parametrize("call", ["v first", "silu"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_wrong_lengths(alone, call, layout, monkeypatch):
-    """An error on the CPU. A device is told lengths that are wrong too, for which it gives NaN."""
+    """On the CPU an error. On a device the kernel gets wrong lengths too, and returns NaN."""
     function, make = CALLS[call]
     wrong = {
         (1, 40): "got 1 first and 40 last, needs 0 and up to 75",

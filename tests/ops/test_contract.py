@@ -1,7 +1,8 @@
-"""What every op promises, by the CASES and CALLS of its `cases.py`: one text for all.
+"""The contract: what every op promises, tested with the CASES and CALLS of its `cases.py`.
 
-`test_<op>.py` has what an op promises beyond it, `test_every_function.py` how functions refuse,
-`test_defaults.py` torch's defaults, `test_rewritten.py` memory that is written behind our backs.
+`test_<op>.py` has what one op promises beyond it, `test_every_function.py` how functions refuse
+calls, `test_defaults.py` torch's global defaults, and `test_rewritten.py` memory that changes
+without torch's notice.
 """
 
 import contextlib
@@ -22,15 +23,17 @@ from npu_ops.core import cases, env, make
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.core.registry import Table, launched_by
 
-# Attention has its own tests: each implementation supports only some calls, results may be -inf,
-# its CPU kernel is torch's, whose bits depend on the threads, and autocast treats it like torch's.
+# Attention has its own tests. Each implementation supports only some calls, and results may be
+# -inf.
+# Its CPU kernel is torch's: its bits depend on the number of threads, and autocast converts its
+# inputs as it does for torch's attention.
 COMPARES_ITSELF = {"attention"}
 OURS = [op for op in ops() if op not in COMPARES_ITSELF]
-# The reference goes token by token, so large cases of these are compared with transformers' chunks.
+# Their reference runs token by token; large cases are compared with transformers' chunked form.
 LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule", "chunk_kda"}
 TRAINING = [call for call in CALLS.values() if differentiable(call)]
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
-every_way = pytest.mark.parametrize(  # in place too, where a call can be
+every_way = pytest.mark.parametrize(  # also in place, for calls that allow it
     "call, in_place",
     [
         pytest.param(call, in_place, id=f"{call}{' in place' * in_place}")
@@ -46,7 +49,7 @@ def function_of(call):
 
 
 def results(op, function, inputs, wrt, implementation=None):
-    """Outputs, gradients and what is written, by name; `inputs` stay as they are."""
+    """Return outputs, gradients and written tensors by name. `inputs` stay unchanged."""
     (writes,) = {call.writes for call in cases.of(op).CALLS if not call.in_place} or {()}
     writes = [name for name in writes if inputs.get(name) is not None]
     inputs = inputs | {name: inputs[name].clone() for name in writes}
@@ -80,7 +83,7 @@ def compare(op, case, dtype, implementation, device, wide=torch.float64):
 
 
 def chosen(large):
-    """(op, case, implementation, device)."""
+    """Yield (op, case, implementation, device) as pytest parameters."""
     for op in ops():
         if op in (LARGE_BY_ITSELF if large else COMPARES_ITSELF):
             continue
@@ -96,7 +99,7 @@ def chosen(large):
 @pytest.mark.parametrize("dtype", support.DTYPES, ids=support.named)
 @pytest.mark.parametrize("op, case, implementation, device", chosen(large=False))
 def test_an_implementation_is_the_reference(op, case, implementation, device, dtype):
-    """In fp64, from the same rounded inputs: outputs, gradients and what is written in place."""
+    """The reference runs in fp64 on the same rounded inputs. Written tensors are compared too."""
     compare(op, case, dtype, implementation, device)
 
 
@@ -108,7 +111,7 @@ def test_at_full_size(op, case, implementation, device):
 
 @pytest.mark.parametrize("op", OURS)
 def test_threads_change_nothing(op):
-    """Bit for bit, by the largest of the small cases: it is cut."""
+    """Uses the largest of the small cases, so that the work is split among threads."""
     small = [case for case in cases.of(op).CASES if not case.large]
 
     def size(case):
@@ -120,7 +123,7 @@ def test_threads_change_nothing(op):
 
 @every_call
 def test_what_no_kernel_writes_is_nan(call):
-    """Else a test would not see an element that a kernel forgets."""
+    """Otherwise tests would miss an element that a kernel does not write."""
     with launched_by(lambda table, chosen, args: None):
         outputs = function_of(call)(**call.arguments())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -129,7 +132,7 @@ def test_what_no_kernel_writes_is_nan(call):
 
 @pytest.mark.parametrize("op", ops())
 def test_a_call_without_tokens_launches_no_kernel(op):
-    """Of each function: a grid of no programs is an error on an NPU."""
+    """Holds for each function of an op: a grid of no programs is an error on an NPU."""
     launched = []
     for case in {cases.function(op, case): case for case in cases.of(op).CASES}.values():
         empty = dataclasses.replace(case, tokens=0, large=False)
@@ -139,7 +142,7 @@ def test_a_call_without_tokens_launches_no_kernel(op):
 
 
 def of_options():
-    """(op, option, implementation, device)."""
+    """Yield (op, option, implementation, device) as pytest parameters."""
     for op in ops():
         for option in getattr(cases.of(op), "OPTIONS", []):
             for one in support.implementations(Table.tables[op]):
@@ -149,7 +152,8 @@ def of_options():
 
 @pytest.mark.parametrize("op, option, implementation, device", of_options())
 def test_an_option_takes_effect_and_agrees_with_the_reference(op, option, implementation, device):
-    """In results, gradients and what is written. One that only says the same changes nothing."""
+    """Results, gradients or written tensors change, unless the option is declared to change
+    nothing."""
     call = CALLS[option.call]
 
     def run(change, implementation, device, wide=None):
@@ -178,7 +182,7 @@ def test_an_option_takes_effect_and_agrees_with_the_reference(op, option, implem
 
 
 def same_results(some, others):
-    """Whether results have the same names, dtypes and values, but for the order of additions."""
+    """Whether names, dtypes and shapes agree, and values up to the order of additions."""
     return some.keys() == others.keys() and all(
         value.dtype == others[name].dtype and value.shape == others[name].shape
         and torch.allclose(value, others[name], rtol=1e-4, atol=1e-5)
@@ -186,14 +190,14 @@ def same_results(some, others):
     )  # fmt: skip
 
 
-# Ops whose `initial_state` has a fixed dtype.
+# Ops whose `initial_state` must be fp32.
 FP32_STATES = {"chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule"}
-# Ops that round one result before they compute the other from it: test_rms_norm.py.
+# Ops that round one result and compute another from the rounded one; see test_rms_norm.py.
 ROUNDS_BETWEEN = {"add_rms_norm"}
 
 
 def with_and_without_options():
-    """(op, call, changes, whether there is a gradient): every call, and with each option."""
+    """Yield (op, call, changes, whether gradients exist) for each call, and for each option."""
     for op in OURS:
         for call in cases.of(op).CALLS:
             if call.function not in ROUNDS_BETWEEN:
@@ -206,7 +210,7 @@ def with_and_without_options():
 
 @pytest.mark.parametrize("op, call, changes, trains", with_and_without_options())
 def test_the_reference_rounds_results_alone(op, call, changes, trains):
-    """bf16 inputs give what the same numbers in fp32 give, rounded once, bit for bit."""
+    """Results for bf16 inputs are those for the same numbers in fp32, rounded once."""
     arguments = call.arguments(**call.fixed)
     for change in changes:
         arguments = cases.changed(arguments, change)
@@ -223,7 +227,7 @@ def test_the_reference_rounds_results_alone(op, call, changes, trains):
 
 
 class Dtypes(TorchDispatchMode):
-    """The floating dtypes that torch computes in."""
+    """Records the dtypes of all tensors that torch operators return."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +246,8 @@ def test_the_reference_computes_in_fp64_for_fp64_alone(call):
     launch, dtypes = Table.launch, Dtypes()
 
     def watched(table, chosen, arguments):
-        """From outside, torch shows a mode our operator alone, not what it computes."""
+        """Enter the mode around the kernel: outside it a mode sees only our operator, not what it
+        calls."""
         with dtypes:
             launch(table, chosen, arguments)
 
@@ -254,7 +259,7 @@ def test_the_reference_computes_in_fp64_for_fp64_alone(call):
 
 @pytest.mark.parametrize("op, call, changes, trains", with_and_without_options())
 def test_the_reference_makes_tensors_where_its_arguments_are(op, call, changes, trains):
-    """Ours are on the CPU unless a device is given, and torch's on the default device."""
+    """Inside a kernel the default device is meta, so a tensor made without a device would show."""
     launch, counted = Table.launch, make.counted
 
     def placed(*span, device):
@@ -281,14 +286,14 @@ def test_the_reference_makes_tensors_where_its_arguments_are(op, call, changes, 
 
 
 def inside(x):
-    """The middle of something wider."""
+    """Return x as the middle of a wider tensor, whose other elements are NaN."""
     wide = x.new_full((*x.shape[:-1], x.shape[-1] + 7), float("nan"))
     wide[..., 3:-4] = x
     return wide[..., 3:-4]
 
 
 def columns(x):
-    """The last dimension is not the last in memory."""
+    """Return x with its last dimension strided in memory."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
@@ -299,7 +304,7 @@ def every_second(x):
 
 
 def repeated(x):
-    """One in memory for all along the first dimension, where there is more than one."""
+    """Return x with one copy in memory for its whole first dimension."""
     return x[:1].expand(x.shape) if x.dim() > 1 else x
 
 
@@ -311,7 +316,7 @@ def dense(x):
 
 
 def in_form(call, form):
-    """The arguments that are not written to, laid out so."""
+    """Return the call's arguments; `form` changes the strides of those that are not written to."""
     arguments = call.arguments(**call.fixed)
     chosen = [n for n in call.tensors() if call.in_place or n not in call.writes]
     chosen = [name for name in chosen if arguments[name].is_floating_point()]
@@ -321,7 +326,7 @@ def in_form(call, form):
 @FORMS
 @every_call
 def test_strides_change_nothing(call, form):
-    """Of inputs; in results, gradients and what is written. The inputs are left as they are."""
+    """Results, gradients and writes are the same for any strides; inputs stay unchanged."""
     (op,) = (op for op in ops() if call in cases.of(op).CALLS)
 
     def run(laid):
@@ -363,7 +368,7 @@ def test_gradcheck(call):
 
 @every_training_call
 def test_each_gradient_alone(call):
-    """As among all."""
+    """A gradient alone equals the one computed among all."""
     wrt, arguments = differentiable(call), call.arguments(**call.fixed)
     every = support.evaluate(function_of(call), arguments, wrt)
     for name in wrt:
@@ -372,7 +377,7 @@ def test_each_gradient_alone(call):
         torch.testing.assert_close(alone[key], every[key], rtol=1e-6, atol=1e-6)
 
 
-# torch warns of an operator without a gradient of its own, and leaves the gradient out.
+# For an operator without an autograd kernel torch only warns and leaves the gradient out.
 @pytest.mark.filterwarnings("error:.*an autograd kernel was not registered")
 @every_training_call
 def test_a_second_derivative_is_right_or_refused(call):
@@ -411,7 +416,7 @@ def copied(args, leaves):
 
 
 def of_the_dtype(op):
-    """The arguments that have the dtype of a case; others are fp32 whatever that is."""
+    """Names of the arguments that have a case's dtype; the others are always fp32."""
     small = [case.inputs(torch.bfloat16) for case in cases.of(op).CASES if not case.large]
     return {n for x in small for n, value in x.items() if _dtype(value) == torch.bfloat16}
 
@@ -423,7 +428,7 @@ def _dtype(value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 @every_way
 def test_opcheck(call, in_place, dtype):
-    """Every operator that the call ends in, and its gradient."""
+    """Checks every operator that the call dispatches, including the gradients'."""
     (op,) = (op for op in ops() if call in cases.of(op).CALLS)
     wrt = [] if in_place else differentiable(call)
     arguments = call.arguments(in_place)
@@ -438,7 +443,7 @@ def test_opcheck(call, in_place, dtype):
 @FORMS
 @every_call
 def test_fake_is_like_real(call, form):
-    """Under FakeTensorMode: shapes, strides and dtypes of results and gradients."""
+    """Results and gradients have the shapes, strides and dtypes of real ones."""
     laid = in_form(call, form)
     tensors, wrt = [n for n in call.tensors() if laid[n].is_floating_point()], differentiable(call)
     others = [n for n in call.tensors() if n not in tensors]
@@ -460,7 +465,7 @@ def test_fake_is_like_real(call, form):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @every_call
 def test_compiled_is_eager(call, backend):
-    """In one graph, gradients too."""
+    """Compiled to one graph, outputs and gradients are those of eager mode."""
     wrt = differentiable(call)
 
     def function(**arguments):
@@ -479,7 +484,7 @@ def test_compiled_is_eager(call, backend):
 
 
 def one_of_few(op):
-    """Cases of one shape but for their numbers of tokens."""
+    """Return three calls whose cases differ only in the number of tokens."""
     case = next(case for case in cases.of(op).CASES if case.name in cases.of(op).REPRESENTATIVE)
     return [dataclasses.replace(case, tokens=tokens, large=False) for tokens in (7, 12, 19)]
 
@@ -508,7 +513,7 @@ def outputs_of(value):
 
 @pytest.mark.parametrize("call", [c for op in OURS for c in cases.of(op).CALLS], ids=str)
 def test_autocast_changes_nothing(call):
-    """It would compute in another dtype than the arguments have."""
+    """Autocast must not change the dtype in which an op computes."""
     (op,) = (op for op in ops() if call in cases.of(op).CALLS)
     given = op, function_of(call), call.arguments(**call.fixed), differentiable(call)
     expected = results(*given)

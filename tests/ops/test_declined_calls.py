@@ -1,4 +1,4 @@
-"""Calls that kernels for NPUs do not take, by the DECLINED of every op's `cases.py`."""
+"""Calls that NPU kernels decline, from the DECLINED list of every op's `cases.py`."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DECLINED = [one for op in ops() for one in getattr(cases.of(op), "DECLINED", [])
 
 @pytest.fixture
 def on_an_npu(monkeypatch):
-    """Ask as on an NPU for which all kernels are built."""
+    """Dispatch as on an NPU where all kernels are built."""
     monkeypatch.setattr(library, "triton_why_not", lambda: None)
     monkeypatch.setattr(hardware, "npu_name", lambda: "Ascend910B2")
     monkeypatch.setattr(ascendc, "_missing", lambda op, soc: None)
@@ -24,7 +24,7 @@ def on_an_npu(monkeypatch):
 
 @pytest.mark.parametrize("declined", DECLINED, ids=str)
 def test_an_implementation_says_what_it_does_not_take(declined, on_an_npu):
-    """It takes the same call without the change, unless another implementation comes first."""
+    """It takes the same call without the change, or ranks behind another implementation."""
     call = CALLS[declined.call]
 
     def why_not(change):

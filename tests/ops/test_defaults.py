@@ -1,4 +1,4 @@
-"""Every op under torch's other defaults, which model loaders set: the same bits."""
+"""Every op under other global defaults of torch, which model loaders set: the same bits."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ DEFAULTS = {
 
 
 def calls(op):
-    """(a name, a function, what makes its arguments, what it is differentiable in)"""
+    """Yield (name, function, function that makes its arguments, names of differentiable ones)."""
     for case in cases.of(op).CASES:
         if case.large or case.tokens > SMALL:
             continue
@@ -55,7 +55,7 @@ def calls(op):
 
 
 def more_calls(op):
-    """What no case has."""
+    """Yield calls that no case covers."""
     if op == "rope":
         for size in (1, 2):
             yield f"freqs-{size}", npu_ops.apply_rotary_pos_emb_freqs, freqs(size), ("q", "k")
@@ -79,7 +79,7 @@ def packed_rope(dtype):
 
 
 def results(function, inputs, wrt):
-    """Outputs, gradients, and what was written in place."""
+    """Return outputs, gradients, and the tensors written in place, by name."""
     torch.manual_seed(0)
     inputs = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
     wrt = tuple(name for name in wrt if name in inputs)
@@ -117,7 +117,7 @@ def test_torchs_defaults_change_nothing(op, implementation):
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("op", ops())
 def test_torchs_defaults_do_not_change_cases(op, default):
-    """Whoever runs them under other defaults runs the same ones."""
+    """Cases draw the same inputs under any defaults."""
     for case in cases.of(op).CASES:
         if not case.large:
             expected = case.inputs(torch.float32)
@@ -126,7 +126,7 @@ def test_torchs_defaults_do_not_change_cases(op, default):
 
 
 def folded():
-    """Calls that take heads out of a row."""
+    """Yield calls that split heads out of a flat dimension."""
     q, k, v = (torch.randn(2, 5, n * 8) for n in (4, 2, 2))
     heads = {"num_heads": 4, "num_key_value_heads": 2}
     yield npu_ops.attention, {"q": q, "k": k, "v": v, "layout": "BSH"} | heads
@@ -148,7 +148,8 @@ def folded():
 
 @pytest.mark.parametrize("number", range(3))
 def test_compiled_under_another_default_device(number):
-    """Dynamo traces what `unflatten` calls in a default device's mode, which it cannot."""
+    """Dynamo cannot trace `unflatten` while a default device is set, so npu-ops
+    must not call it."""
     function, inputs = list(folded())[number]
     expected = results(function, inputs, ())
     torch.compiler.reset()

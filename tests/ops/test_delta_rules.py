@@ -1,4 +1,4 @@
-"""Both gated delta rules, chunked and recurrent: against transformers, and what they must be."""
+"""Both gated delta rules, chunked and recurrent: against transformers, and their properties."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from npu_ops.core.registry import Table, launched_by
 
 
 class Rule(NamedTuple):
-    """A delta rule, and the few shapes it is tested with: each is compiled once."""
+    """A delta rule and its few test shapes, each of which needs a compilation."""
 
     op: str
     keys: int
@@ -69,7 +69,7 @@ def fp32(rule):
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_against_transformers(form, tokens, rule):
-    """Values and gradients, that of the final state included."""
+    """Outputs and gradients, including the gradient from the final state."""
     theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
     inputs = rule.qkv(2, tokens, 2, 4)
     wrt = (*BY_TOKEN, "initial_state")
@@ -97,7 +97,7 @@ def test_two_parts_are_the_whole(place, rule, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=support.named)
 def test_packed_is_one_by_one(index, rule, implementation, device):
-    """Empty sequences included, whose states pass through; and so for the gradients."""
+    """Empty sequences pass their state on, and its gradient back."""
     starts, close = rule.starts, fp32(rule)
     inputs = rule.qkv(1, starts[-1])
     inputs["initial_state"] = torch.randn(len(starts) - 1, 2, rule.keys, rule.values)
@@ -138,7 +138,7 @@ def test_no_final_state_unless_wanted(rule):
 
 @RULES
 def test_a_final_state_that_nobody_wants_takes_no_memory(rule):
-    """It is as large as all states of a batch."""
+    """Final states are as large as the whole batch of initial ones."""
     states = []
     with launched_by(lambda table, chosen, arguments: states.append(arguments[-1])):
         for wanted in (False, True):
@@ -167,7 +167,7 @@ def test_the_same_each_time(rule, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("gate", [-80.0, -1e4, float("-inf")])
 def test_a_decay_to_nothing(gate, rule, implementation, device):
-    """The state is gone and nothing is NaN: each token reads what it wrote itself."""
+    """The old state vanishes without NaN: each token reads only what it wrote."""
     inputs = rule.qkv() | {"scale": 1.0}
     inputs["g"] = torch.full_like(inputs["g"], gate)
     actual = rule.run(implementation, support.on_device(inputs, device))
@@ -183,7 +183,7 @@ def test_a_decay_to_nothing(gate, rule, implementation, device):
 
 
 def of_cases(chunk, recurrent):
-    """Parametrizes a test with these cases of the two rules."""
+    """Parametrize a test with the named cases of the two rules."""
     return pytest.mark.parametrize(
         "rule, case",
         [
@@ -197,7 +197,7 @@ def of_cases(chunk, recurrent):
 
 @of_cases(("packed", "no-state"), ("packed-v-first", "all-gates", "key-gate", "flags", "one-key"))
 def test_gradcheck(rule, case):
-    """The reference's gradient, which the kernels' are compared with, of the first tokens."""
+    """Checks the reference's gradient, with which kernels are compared, on the first tokens."""
     inputs = support.floats(case.inputs(torch.float64), torch.float64)
     inputs |= {n: inputs[n][:, :6] for n in (*BY_TOKEN, "gk", "gv") if inputs.get(n) is not None}
     if inputs["cu_seqlens"] is not None:
@@ -210,7 +210,7 @@ def test_gradcheck(rule, case):
 
 @of_cases(("packed", "no-state"), ("packed-v-first", "dense"))
 def test_compile(rule, case):
-    """One graph, forward and backward equal to eager."""
+    """Compiled to one graph, forward and backward equal eager mode."""
     names = cases.differentiable(rule.op, case)
     function, leaves = support.function_of_leaves(rule, case.inputs(torch.float32), names)
     support.assert_compiled_is_eager(function, leaves, "aot_eager")
@@ -218,7 +218,7 @@ def test_compile(rule, case):
 
 @of_cases(("packed", "no-state", "empty"), ("packed", "all-gates-v-first", "no-gates"))
 def test_fake_is_like_real(rule, case):
-    """Under FakeTensorMode: results and gradients."""
+    """Results and gradients have the shapes, strides and dtypes of real ones."""
     inputs = case.inputs(torch.bfloat16)
     wrt = [n for n in cases.differentiable(rule.op, case) if inputs[n] is not None]
     tensors = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""What holds for every public function, by the CALLS of every op's `cases.py`."""
+"""Rules for all public functions, tested with the CALLS of every op's `cases.py`."""
 
 import contextlib
 import inspect
@@ -17,7 +17,7 @@ from npu_ops.core.cases import Call
 
 
 def every(pairs):
-    """Parametrizes with (call, name of an argument)."""
+    """Parametrize a test with pairs of a call and an argument's name."""
     chosen = [pytest.param(call, name, id=f"{call}-{name}") for call, name in pairs]
     return pytest.mark.parametrize("call, name", chosen)
 
@@ -74,7 +74,7 @@ def test_another_device_is_refused_by_the_caller_s_names(call, name):
 
 
 def tensors_not_given():
-    """(call, an argument that may be a tensor and is not given)."""
+    """Yield (call, name) for each argument that may be a tensor and that the call leaves out."""
     for call in CALLS:
         parameters = inspect.signature(getattr(npu_ops, call.function)).parameters.values()
         absent = [p for p in parameters if call.arguments().get(p.name) is None]
@@ -83,7 +83,8 @@ def tensors_not_given():
 
 @every(tensors_not_given())
 def test_what_is_no_tensor_is_refused_where_nothing_is_needed(call, name):
-    """By its own name; as a ValueError where the argument does not go with the others."""
+    """The message starts with the argument's name. A ValueError says that it does not fit the
+    others."""
     for wrong in ([1, 2], "1"):
         with pytest.raises((TypeError, ValueError), match=f"^{name}: got "):
             run(call, **call.arguments(**{name: wrong}))
@@ -113,7 +114,7 @@ def test_meta_tensors_have_the_shapes_of_real_ones(call):
 
 @pytest.mark.parametrize("call", [c for c in CALLS if calls.differentiable(c)], ids=str)
 def test_gradients_of_meta_tensors_are_meta_tensors(call):
-    """As each tensor that is made on the way: on the device of the arguments."""
+    """So are the tensors made on the way: all are on the device of the arguments."""
     on_meta = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value
         for name, value in call.arguments().items()
@@ -129,7 +130,7 @@ def test_gradients_of_meta_tensors_are_meta_tensors(call):
 
 
 def total(call, name):
-    """A number that a tensor's value gives, by all outputs."""
+    """Return a function from one argument's value to a weighted sum of all outputs."""
     arguments = call.arguments(**call.fixed)
 
     def function(value):
@@ -149,7 +150,7 @@ def test_torch_func_grad_is_backward_s(call, name):
 
 @every_gradient
 def test_a_gradient_of_each_sample(call, name):
-    """vmap over grad."""
+    """Per-sample gradients: vmap over grad."""
     function, value = total(call, name), call.arguments()[name]
     stacked = torch.stack([value, value * 0.5])
     each = torch.stack([torch.func.grad(function)(one) for one in stacked])
@@ -158,7 +159,7 @@ def test_a_gradient_of_each_sample(call, name):
 
 @every_float
 def test_forward_mode_is_refused(call, name):
-    """It has no derivative here, and torch would take 0."""
+    """There is no forward-mode derivative, and torch would silently use 0."""
     value = call.arguments()[name]
     function = getattr(npu_ops, call.function)
     arguments = call.arguments()
@@ -193,7 +194,7 @@ WITHOUT_K = [call for call in IN_PLACE if "k" in call.writes]
     ids=lambda value: str(value) if isinstance(value, Call) else "" if value else "k is None",
 )
 def test_compiled_in_place_is_eager_in_place(call, with_k):
-    """No tensor that an operator is given besides the caller's may share memory with these."""
+    """A compiled in-place call writes and returns the same values, also without k."""
     changes = call.fixed if with_k else call.fixed | {"k": None}
     eager, compiled = (call.arguments(True, **changes) for _ in range(2))
     torch._dynamo.reset()
@@ -210,7 +211,8 @@ def test_compiled_in_place_is_eager_in_place(call, with_k):
 
 @pytest.mark.parametrize("call", [call for call in IN_PLACE if call.in_place], ids=str)
 def test_what_is_written_in_place_is_what_comes_back(call):
-    """Itself: torch.compile cannot return views of two inputs that are parts of one tensor."""
+    """The returned tensors are the arguments: torch.compile cannot return views of two aliased
+    inputs."""
     arguments = call.arguments(True, **call.fixed)
     outputs = as_tuple(run(call, **arguments))
     assert all(out is arguments[name] for name, out in zip(call.writes, outputs, strict=True))
@@ -240,7 +242,7 @@ def test_an_inference_tensor_is_written_in_inference_mode_alone(call, name):
 
 
 def sharing(call, name, other):
-    """`name` and `other` of a call as parts of one memory, which they share an element of."""
+    """Return a call's arguments with `name` and `other` in one storage, sharing one element."""
     arguments = call.arguments(True)
     sizes = [arguments[n].numel() for n in (name, other)]
     memory = torch.cat([arguments[n].float().flatten() for n in (name, other)])
@@ -291,7 +293,8 @@ def test_elements_that_overlap_are_not_written(call, name):
 
 
 def test_parts_of_one_tensor_that_share_nothing_are_written():
-    """Heads of a fused projection; the residual of bias-dropout-add may be x."""
+    """Separate heads of a fused projection may both be written. In bias-dropout-add the residual
+    may be x."""
     fused = torch.randn(2, 5, 7, 8)
     arguments = calls.CALLS["rope"].arguments()
     q, k = fused.clone(), fused.clone()
@@ -304,12 +307,12 @@ def test_parts_of_one_tensor_that_share_nothing_are_written():
     assert torch.equal(npu_ops.bias_dropout_add(x, None, x, 0.0, False, inplace=True), expected)
 
 
-# Which memory tensors share, against every address one by one
+# The check for shared memory, compared with the sets of all addresses
 
 
 @pytest.mark.parametrize("parts", [(slice(4), slice(4, None)), (slice(4), slice(3, None))])
 def test_memory_is_looked_at_in_graphs_for_any_length(parts):
-    """Without a graph for each length; and parts that overlap are seen."""
+    """One graph with dynamic shapes checks for overlap too."""
     torch._dynamo.reset()
     compiled = torch.compile(
         npu_ops.apply_rotary_pos_emb, backend="aot_eager", fullgraph=True, dynamic=True
@@ -317,7 +320,7 @@ def test_memory_is_looked_at_in_graphs_for_any_length(parts):
     cos, sin = torch.randn(2, 9, 8)
     refused = None if parts[1].start == 4 else "has too"
     if refused is None and Version(torch.__version__) < Version("2.10.dev0"):
-        refused = "is not tracked with proxy"  # torch's own operators are too: docs/help.md
+        refused = "is not tracked with proxy"  # and so are torch's own operators: docs/help.md
     with pytest.raises(Exception, match=refused) if refused else contextlib.nullcontext():
         for length in (5, 6, 7):
             fused = torch.randn(2, length, 7, 8)

@@ -1,4 +1,4 @@
-"""fla_npu's operators, of which there is a double here: as the reference over what they take."""
+"""fla_npu's operators, here a stand-in: equal to the reference on all cases they take."""
 
 import dataclasses
 import sys
@@ -30,7 +30,7 @@ def known():
 
 
 def cases_of(op):
-    """Small ones; states in bf16, as its operator has them; chunks of what it takes."""
+    """Yield small cases that fla_npu takes: bf16 states, and chunks of its size."""
     if op == "chunk_gated_delta_rule":
         yield from CHUNKS
         return
@@ -68,7 +68,7 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(op, monkeypatch):
         expected = parity.by_reference(function, given, ())
         with as_if_on("npu"), forced("fla_npu", op):
             actual = parity.evaluate(function, given, ())
-        for name, value in actual.items():  # q, k and beta are rounded first
+        for name, value in actual.items():  # fla_npu rounds q, k and beta first
             tolerance = twice(cases.of(op).TOLERANCES)[BFLOAT16]
             assert_close(f"{case.name} {name}", value, expected[name], tolerance)
 
@@ -97,7 +97,7 @@ def test_chunks_that_it_does_not_take_are_declined_by_name(why, monkeypatch):
 
 
 def test_one_that_does_not_work_is_declined(monkeypatch):
-    """As without CANN, where importing it raises."""
+    """Without CANN importing it raises, which must only decline it."""
     fla_npu_double.install(monkeypatch)
     monkeypatch.delattr(sys.modules["fla_npu.ops.ascendc"], "ASCENDC_CTYPES_OPS")
     case = next(iter(cases_of("causal_conv1d")))

@@ -1,4 +1,4 @@
-"""The recurrent gated delta rule: against the reference, others' formulas and what it must be."""
+"""The recurrent gated delta rule against the reference, other formulas and its own properties."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ run = runner(delta_rule, OP, DIFFERENTIABLE)
 
 
 def compare(inputs, implementation, device, tolerances=TOLERANCES):
-    """With the reference in fp64; returns what was computed."""
+    """Compare with the reference in fp64; return the implementation's results."""
     expected = run("reference", floats(inputs, torch.float64))
     actual = run(implementation, on_device(inputs, device))
     assert_all_close(actual, expected, tolerances)
@@ -37,7 +37,7 @@ def compare(inputs, implementation, device, tolerances=TOLERANCES):
 
 
 def by_matrices(q, k, v, g, beta, initial_state, scale):
-    """One head, as the paper has it: S = alpha (I - beta k k^T) S + beta k v^T, in fp64."""
+    """One head, as in the paper: S = alpha (I - beta k k^T) S + beta k v^T, in fp64."""
     state, outputs = initial_state.double(), []
     eye = torch.eye(k.shape[-1], dtype=torch.float64)
     for t in range(q.shape[0]):
@@ -70,7 +70,7 @@ def test_against_the_paper(implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("gate", [0.0, -1e-4, -1.0])
 def test_correlated_keys(gate, implementation, device):
-    """All keys are positive, so each token undoes much of what the others wrote."""
+    """With positive keys each token overwrites much of what earlier tokens wrote."""
     tokens = 256 if device == "cpu" and implementation == "cpu" else 40
     inputs = qkv(1, tokens, 1, 1, 32, 32)
     for name in ("q", "k"):
@@ -81,7 +81,7 @@ def test_correlated_keys(gate, implementation, device):
 
 @IMPLEMENTATIONS
 def test_large_values_in_bf16(implementation, device):
-    """The state is fp32: it holds what fp16 cannot."""
+    """The state is fp32, so it holds values that fp16 cannot."""
     inputs = qkv(1, 9, dtype=torch.bfloat16)
     inputs["v"] = inputs["v"] * 1e30
     with forced(implementation, OP):
@@ -94,7 +94,7 @@ def test_large_values_in_bf16(implementation, device):
 
 @IMPLEMENTATIONS
 def test_a_memory_returns_what_was_written(implementation, device):
-    """Orthonormal keys, beta 1, no decay: q = k_i reads v_i."""
+    """With orthonormal keys, beta 1 and no decay, the query q = k_i reads v_i."""
     keys = torch.eye(6)[None, :, None]
     v = torch.randn(1, 6, 2, 5)
     q = keys.flip(1)
@@ -109,7 +109,7 @@ def test_a_memory_returns_what_was_written(implementation, device):
 
 @IMPLEMENTATIONS
 def test_state_layouts_are_transposes(implementation, device):
-    """Also where K is V, which hides a mistake from shapes."""
+    """Also for K equal to V, where shapes do not reveal a transposed state."""
     for values in (6, 8):
         inputs = on_device(qkv(1, 5, 1, 2, 8, values), device)
         turned = inputs["initial_state"].transpose(-1, -2).contiguous()
@@ -122,7 +122,7 @@ def test_state_layouts_are_transposes(implementation, device):
 
 @IMPLEMENTATIONS
 def test_ways_to_say_the_same(implementation, device):
-    """A gate or beta for all is one by key or value that does not vary; heads may be repeated."""
+    """One gate or beta per head equals the same value for each key or value channel."""
     inputs = on_device(qkv(1, 7, 1, 2), device)
     g, beta = inputs["g"], inputs["beta"]
     same = [
@@ -147,7 +147,10 @@ def test_ways_to_say_the_same(implementation, device):
 
 
 def operator_inputs(packed=True):
-    """What the operator takes, of six tokens: two sequences, or one with every gate."""
+    """Return the operator's positional arguments, for six tokens.
+
+    packed: two sequences. Otherwise one sequence with every kind of gate.
+    """
     case = next(c for c in CASES if c.name == ("packed" if packed else "all-gates"))
     given = floats(case.inputs(torch.float64), torch.float64)
     tensors = [given[n] for n in ("q", "k", "v", "g", "gk", "gv", "beta")]
@@ -180,7 +183,7 @@ def test_strict_mode_runs_kernels():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_tokens_with_every_decay(dtype):
-    """An empty sequence passes its state on."""
+    """A sequence without tokens passes its state on."""
     q, v = torch.ones(1, 0, 1, 4, dtype=dtype), torch.ones(1, 0, 2, 3, dtype=dtype)
     gates = {"gk": torch.ones(1, 0, 2, 4, dtype=dtype), "gv": torch.ones_like(v)}
     state = torch.randn(1, 2, 4, 3, dtype=dtype)

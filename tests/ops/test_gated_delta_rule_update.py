@@ -1,4 +1,5 @@
-"""The decoding step: against the reference, transformers and itself; what it must leave alone."""
+"""The decoding step against the reference, transformers and itself, and memory it
+must not change."""
 
 import functools
 
@@ -22,7 +23,7 @@ update = npu_ops.gated_delta_rule_update
 
 
 def moved(inputs, change):
-    """`inputs` with each tensor changed, also those in a tuple."""
+    """Return `inputs` with `change` applied to each tensor, also those in a tuple."""
 
     def one(value):
         if isinstance(value, tuple):
@@ -33,7 +34,7 @@ def moved(inputs, change):
 
 
 def run(implementation, device, inputs):
-    """o, the pool and the intermediate states after a call, on the CPU; `inputs` stay."""
+    """Return o, the pool and the intermediate states, on the CPU; `inputs` stay unchanged."""
     inputs = moved(inputs, lambda x: x.clone().to(device))
     with forced(implementation, OP):
         o = update(**inputs)
@@ -46,7 +47,7 @@ def wide(inputs):
 
 
 def arguments(tokens=6, sequences=6, v_first=True, pool=torch.float32, seed=0, **changes):
-    """A call on a pool of 9 slots, of which 7, 0, 2, 5, 8 and 3 are used."""
+    """Return a call on a pool of 9 slots; its sequences use slots 7, 0, 2, 5, 8 and 3."""
     draw = torch.Generator().manual_seed(seed)
     normal = functools.partial(torch.randn, generator=draw)
     matrix = (12, 8) if v_first else (8, 12)
@@ -63,7 +64,7 @@ def arguments(tokens=6, sequences=6, v_first=True, pool=torch.float32, seed=0, *
 
 
 def tokens_of(inputs, chosen):
-    """The same call for some of the tokens."""
+    """Return the call for some of its tokens."""
     return inputs | {name: inputs[name][chosen] for name in ("qkv", "a", "b")}
 
 
@@ -77,7 +78,7 @@ def close(name, actual, expected, pool=torch.float32):
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_against_transformers(v_first, implementation, device):
-    """As its model computes it from the convolution's output, in fp32."""
+    """The call starts from the convolution's output; transformers' rule runs in fp32."""
     inputs = arguments(18, 6, v_first)
     q, k, v = inputs["qkv"].view(6, 3, -1).split((16, 16, 48), -1)
     g = -inputs["A_log"].exp() * torch.nn.functional.softplus(inputs["a"] + inputs["dt_bias"])
@@ -133,7 +134,7 @@ def test_a_row_of_zeros_normalizes_to_zeros(implementation, device):
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_padding_and_other_slots_are_untouched(pool, v_first, implementation, device):
-    """Bit for bit, and the outputs of what is skipped are 0, whatever is in its rows."""
+    """They keep their bits, and skipped rows read 0, whatever their inputs hold."""
     inputs = arguments(12, 6, v_first, pool)
     inputs["state_indices"] = torch.tensor([7, -1, 2, -1, -1, 3], dtype=torch.int32)
     inputs["state"][[0, 1, 4, 5, 6, 8]] = float("nan")
@@ -152,10 +153,10 @@ def test_padding_and_other_slots_are_untouched(pool, v_first, implementation, de
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_a_broken_state_stays_with_its_sequence(v_first, implementation, device):
-    """Keys of 8 leave room in a kernel's rows, where another sequence's NaN must not stay."""
+    """With 8 keys a kernel's tile has padding, in which another sequence's NaN must not stay."""
     inputs = arguments(v_first=v_first)
     right, *_ = run(implementation, device, inputs)
-    inputs["state"][7] = torch.nan  # of the first sequence
+    inputs["state"][7] = torch.nan  # the first sequence's slot
     o, pool, _ = run(implementation, device, inputs)
     assert o[0].isnan().all() and torch.equal(o[1:], right[1:])
     assert pool[[0, 2, 5, 8, 3]].isfinite().all()
@@ -172,7 +173,7 @@ def test_without_update_the_pool_is_untouched(implementation, device):
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_ragged_sequences(v_first, implementation, device):
-    """Like one by one; empty ones change nothing; tokens of no sequence read 0."""
+    """Sequences equal those run alone. Empty ones change nothing; tokens past the last read 0."""
     starts = [0, 0, 4, 5, 5, 8, 8]
     inputs = arguments(11, 6, v_first, cu_seqlens=torch.tensor(starts, dtype=torch.int32))
     inputs["state_indices"][4] = -1
@@ -191,7 +192,7 @@ def test_ragged_sequences(v_first, implementation, device):
 
 @IMPLEMENTATIONS
 def test_slots_that_lie_apart(implementation, device):
-    """A server keeps more than these states in one allocation."""
+    """The pool may be a strided part of a larger allocation."""
     inputs = arguments()
     expected = run(implementation, device, inputs)
     memory = torch.full((9, 500), 7.0, device=device)
@@ -228,7 +229,7 @@ def test_three_tensors_are_the_packed_one(implementation, device):
 
 
 def test_nothing_is_copied():
-    """A step allocates its output alone."""
+    """A step allocates only its output."""
     inputs = arguments()
     update(**inputs)
     with copies() as seen:
@@ -243,7 +244,7 @@ def test_nothing_is_copied():
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_many_tokens_are_single_steps(pool, v_first, implementation, device):
-    """In an fp32 pool; a bf16 one is rounded after each single step."""
+    """With an fp32 pool. A bf16 pool is rounded after each step, hence a wider tolerance."""
     inputs = arguments(24, 6, v_first, pool)
     o, state, _ = run(implementation, device, inputs)
     one_by_one, outputs = inputs["state"], []
@@ -257,7 +258,7 @@ def test_many_tokens_are_single_steps(pool, v_first, implementation, device):
 
 
 def plain_sequence(inputs, steps):
-    """o and the states after each of so many tokens of every sequence, from the reference."""
+    """Return o and the states after each of `steps` tokens per sequence, by the reference."""
     outputs, states = [], [inputs["state"][inputs["state_indices"]]]
     state = inputs["state"]
     for step in range(steps):
@@ -272,7 +273,10 @@ ACCEPTED = torch.tensor([3, 0, 1, 2, 3, 1])
 
 
 def second_draft(inputs, drafted=4, follow=2):
-    """The tokens after the accepted ones: each sequence has drafted + follow, in order."""
+    """Return the indices of the `follow` tokens after each sequence's accepted ones.
+
+    Each sequence has drafted + follow tokens, in order.
+    """
     each = torch.arange(6)[:, None] * (drafted + follow)
     return (each + ACCEPTED[:, None] + torch.arange(follow)).flatten()
 
@@ -281,7 +285,7 @@ def second_draft(inputs, drafted=4, follow=2):
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_accepted_tokens_continue_the_sequence(pool, v_first, implementation, device):
-    """SGLang: draft four, accept some, and the next step is as if the others had never been."""
+    """SGLang drafts four tokens and accepts some; the next step continues from these alone."""
     inputs = arguments(36, 6, v_first, pool)
     expected, states = plain_sequence(inputs, 6)
     rows = torch.tensor([4, 2, 6, 0, 1, 3])
@@ -312,7 +316,8 @@ def test_accepted_tokens_continue_the_sequence(pool, v_first, implementation, de
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_a_slot_for_each_token(v_first, implementation, device):
-    """vLLM: the state after token t goes to slot [n, t] and the next step begins there."""
+    """vLLM writes the state after token t to slot [n, t]; the next step starts from an
+    accepted token's."""
     inputs = arguments(36, 6, v_first)
     expected, states = plain_sequence(inputs, 6)
     slots = torch.randperm(30)[:24].view(6, 4)
@@ -381,7 +386,7 @@ def out_of_range():
 @pytest.mark.parametrize("what", out_of_range())
 @IMPLEMENTATIONS
 def test_out_of_range(what, implementation, device):
-    """An error on the CPU; on a device that sequence is skipped and reads NaN, the others not."""
+    """On the CPU an error. On a device the sequence reads NaN, and the others are computed."""
     inputs = arguments(6, 3) | out_of_range()[what]
     if device == "cpu":
         before = moved(inputs, torch.clone)
@@ -399,7 +404,7 @@ def test_out_of_range(what, implementation, device):
 
 @pytest.mark.parametrize("what", out_of_range())
 def test_out_of_range_compiled(what):
-    """The operator looks too, for a compiled call has had no other check."""
+    """A compiled call skips the public function's checks, so the operator checks again."""
     inputs = arguments(6, 3) | out_of_range()[what]
     before = inputs["state"].clone()
     compiled = torch.compile(lambda **k: update(**k), fullgraph=True, backend="eager")
@@ -425,7 +430,7 @@ def test_the_layout_has_no_default():
 
 
 def test_parameters_without_grad_mode():
-    """A model's own parameters, as a server has them."""
+    """A_log may be a Parameter, as in a served model."""
     inputs = arguments()
     inputs["A_log"] = torch.nn.Parameter(inputs["A_log"])
     with torch.no_grad():
@@ -454,7 +459,7 @@ def test_opcheck(kept):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(backend):
-    """One graph; the pool it is given is updated."""
+    """Compiled to one graph, the call updates the given pool."""
 
     def function(state, inputs):
         return update(**inputs | {"state": state}) + state.sum()

@@ -1,4 +1,4 @@
-"""gated_delta_rule_update by torch_npu's operator: as the reference over all cases it takes."""
+"""gated_delta_rule_update by torch_npu's operator: equal to the reference on all cases it takes."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ from npu_ops.ops.gated_delta_rule_update import aclnn
 OP = "gated_delta_rule_update"
 UPDATE = npu_ops.gated_delta_rule_update
 BFLOAT16 = torch.bfloat16
-# Cases with states in bf16, which few of the op's cases have.
+# The cases with their pools in bf16, as the operator needs them.
 CASES = [dataclasses.replace(case, pool=BFLOAT16) for case in cases.of(OP).CASES if not case.large]
-# q, k and beta are rounded to bf16 before the operator reads them.
+# The operator reads q, k and beta rounded to bf16.
 TOLERANCE = twice(cases.of(OP).TOLERANCES)[BFLOAT16]
 
 
@@ -31,7 +31,7 @@ def named_case(name):
 
 @on_npu
 def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
-    """o, and the pool."""
+    """o and the pool agree."""
     taken = [case for case in CASES if declined(case.inputs(BFLOAT16), monkeypatch) is None]
     assert {case.mode for case in taken} == {"decode", "vllm"}
     assert {case.v_first for case in taken} == {True, False} and len(taken) > 8
@@ -47,7 +47,7 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
 @on_npu
 @pytest.mark.parametrize("name", ["decode", "vllm"])
 def test_what_is_in_no_slot_is_left_alone(name, device):
-    """All skipped: zeros, and the pool bit for bit as it was. A slot behind the pool: NaN."""
+    """If all are skipped, o is 0 and the pool keeps its bits. A slot past the pool reads NaN."""
     given = named_case(name).inputs(BFLOAT16, device)
     slots = given["state_indices"]
     before = given["state"].clone()

@@ -1,4 +1,4 @@
-"""gdn_gate: every implementation against the reference, the reference against transformers'."""
+"""gdn_gate: every implementation against the reference, the reference against transformers."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ run = support.runner(npu_ops.gdn_gate, "gdn_gate", DIFFERENTIABLE)
 
 
 def formula(a, A_log, dt_bias, b):
-    """The two lines of Qwen3NextGatedDeltaNet.forward."""
+    """The two formulas in Qwen3NextGatedDeltaNet.forward."""
     beta = b.sigmoid()
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias)
     return g, beta
@@ -38,7 +38,7 @@ def formula(a, A_log, dt_bias, b):
 @IMPLEMENTATIONS
 @support.parametrize_dtypes()
 def test_formula_of_transformers(dtype, implementation, device):
-    """With autograd for the gradients; in fp32, for it rounds those of b's sigmoid in between."""
+    """Gradients come from autograd in fp32, because in bf16 it rounds within b's sigmoid."""
     inputs = CASES[1].inputs(dtype)
     del inputs["allow_neg_eigval"]
     expected = support.evaluate(formula, support.floats(inputs, torch.float32), DIFFERENTIABLE)
@@ -48,7 +48,7 @@ def test_formula_of_transformers(dtype, implementation, device):
 
 
 def test_inside_a_layer_of_transformers(monkeypatch):
-    """What Qwen3-Next's own layer hands to its delta rule is what we compute."""
+    """Our g and beta equal those that Qwen3-Next's layer passes to its delta rule."""
     seen = {}
     config = Qwen3NextConfig(
         hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -78,7 +78,7 @@ def test_inside_a_layer_of_transformers(monkeypatch):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("A_log", [-20.0, 0.0, 10.0])
 def test_no_overflow(A_log, implementation, device):
-    """Finite, and as torch's softplus, for any argument; gradients too."""
+    """Outputs and gradients are finite and follow torch's softplus for any argument."""
     ends = torch.tensor([0.0, 1e-4, 1.0, 10.0, 16.9, 17.1, 19.9, 20.1, 88.0, 90.0, 1e3, 1e4])
     a = torch.cat((ends, -ends))[:, None]
     inputs = {"a": a, "A_log": torch.tensor([A_log]), "b": a}
@@ -98,7 +98,7 @@ def test_no_overflow(A_log, implementation, device):
      (-90, 3e38), (300, -290)],
 )  # fmt: skip
 def test_finite_wherever_the_result_is(A_log, a, implementation, device):
-    """A factor overflows or vanishes, the product does not. Gradients too, of a small one."""
+    """The product stays finite though one factor overflows or vanishes, and so do gradients."""
     inputs = {"a": torch.tensor([[a]]).float(), "A_log": torch.tensor([A_log]).float()}
 
     def scaled(a, A_log):
@@ -121,7 +121,7 @@ def test_finite_wherever_the_result_is(A_log, a, implementation, device):
     "beta, threshold", [(0.5, 20.0), (2.0, 20.0), (1.0, 2.0), (3.0, 0.0), (0.25, math.inf)]
 )
 def test_another_softplus(beta, threshold, implementation, device):
-    """torch's, by autograd in fp64, on both sides of the threshold."""
+    """Compare with torch's softplus and autograd in fp64, on both sides of the threshold."""
     inputs = CASES[1].inputs(torch.float32)
     del inputs["allow_neg_eigval"]
 
@@ -141,7 +141,7 @@ def test_another_softplus(beta, threshold, implementation, device):
 
 @IMPLEMENTATIONS
 def test_special_values(implementation, device):
-    """A NaN or an infinity stays where it is."""
+    """A NaN or an infinity affects only its own element."""
     a = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0])[:, None].repeat(1, 3)
     with support.forced(implementation, *OPS):
         g, beta = npu_ops.gdn_gate(*(t.to(device) for t in (a, torch.zeros(3))), b=a.to(device))
@@ -152,7 +152,7 @@ def test_special_values(implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("a, A_log, dt_bias, b", support.mixed_dtypes())
 def test_mixed_dtypes(a, A_log, dt_bias, b, implementation, device):
-    """Each is read as it is, and each gradient has its input's dtype."""
+    """No input is converted beforehand, and each gradient has its input's dtype."""
     inputs = CASES[1].inputs(torch.float32) | {"allow_neg_eigval": True}
     dtypes = dict(zip(DIFFERENTIABLE, (a, A_log, dt_bias, b), strict=True))
     inputs |= {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
@@ -180,7 +180,7 @@ def test_one_fp64_input_makes_g_fp64(position):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(-10, 10), st.integers(0, 2**31))
 def test_gates_are_gates(tokens, heads, A_log, seed):
-    """The state never grows, beta is a share of 1, or of 2."""
+    """g is never positive, so no state grows; beta is at most 1, or 2 with allow_neg_eigval."""
     draw = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, tokens, heads, generator=draw) * 20
     rate = torch.full((heads,), A_log)
@@ -248,7 +248,7 @@ def test_any_layout(make, implementation, device):
 @LAYOUTS
 @pytest.mark.parametrize("beta", [True, False])
 def test_fake_is_like_real(make, beta):
-    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+    """Results and gradients have the shape, strides and dtype of real ones."""
 
     @support.with_gradients
     def function(a, A_log, *b):
@@ -271,7 +271,7 @@ def test_slices_of_a_projection_are_not_copied():
 
 @IMPLEMENTATIONS
 def test_sums_are_in_fp32(implementation, device):
-    """3000 tokens: in bf16 the sum of A_log's gradient would stop growing at 256."""
+    """Over 3000 tokens a bf16 sum for A_log's gradient would stop growing at 256."""
     a = torch.zeros(3000, 3).bfloat16()
     inputs = {"a": a.to(device), "A_log": torch.zeros(3, device=device)}
     leaves = [inputs["A_log"].requires_grad_()]

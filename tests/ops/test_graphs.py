@@ -1,7 +1,7 @@
-"""Graphs of an NPU: a captured call, replayed with other numbers, is the call.
+"""NPU graphs: a captured call, replayed with other inputs, gives the results of the call.
 
-A capture fails where the host reads, copies or waits. Servers decode by graphs, so decoding must
-not; training and prompts may need lengths on the host.
+A capture fails if the host reads, copies or waits. Servers decode by graphs, so decoding must do
+none of these. Training and prefill may need lengths on the host.
 """
 
 import concurrent.futures
@@ -17,7 +17,7 @@ from npu_ops.core.registry import Table
 
 
 def captured(function, inputs):
-    """A graph of a call, and its outputs, which are nothing yet."""
+    """Capture a call; return the graph and its outputs, which a replay fills."""
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
         outputs = function(**inputs)
@@ -33,8 +33,12 @@ def tensors(inputs) -> dict:
 
 
 def chosen():
-    """(op, case, implementation, device), of NPUs; without dropout, whose seeds the host draws, and
-    without the vendor's attention, which takes few of these calls."""
+    """Yield (op, case, implementation, device) for NPUs.
+
+    Dropout is left out, as the host draws its seeds, and so is the vendor's attention, which takes
+    few
+    of these calls.
+    """
     for op in ops():
         for case in cases.of(op).CASES:
             if case.name not in cases.of(op).REPRESENTATIVE or case.name == "dropout":
@@ -54,7 +58,7 @@ def test_a_replay_is_the_call(op, case, implementation, device):
         return inputs | ({"training": False} if "training" in inputs else {})
 
     with torch.no_grad(), forced(implementation, op):
-        function(**drawn(0))  # kernels are compiled, and tables made
+        function(**drawn(0))  # compiles kernels and builds tables
         given, other, expected = drawn(0), drawn(1), drawn(1)
         results = listed(function(**expected))
         graph, outputs = captured(function, given)
@@ -63,7 +67,7 @@ def test_a_replay_is_the_call(op, case, implementation, device):
         graph.replay()
     for found, right in zip(outputs, results, strict=True):
         assert torch.equal(found, right)
-    for name, x in tensors(given).items():  # what it writes in place, too
+    for name, x in tensors(given).items():  # also tensors written in place
         assert torch.equal(x, expected[name]), name
 
 
@@ -79,7 +83,7 @@ def a_capture_refuses(of_host, device):
     x = torch.zeros(3, device=device)
     with pytest.raises(RuntimeError, match="a stream is being captured"):
         captured(of_host, {"x": x})
-    graph, (y,) = captured(lambda x: x + 1, {"x": x})  # and the next one is as ever
+    graph, (y,) = captured(lambda x: x + 1, {"x": x})  # a capture after a refused one works
     x.fill_(4)
     graph.replay()
     assert y.tolist() == [5, 5, 5]
@@ -89,7 +93,7 @@ test_a_capture_refuses = on_npu(a_capture_refuses)
 
 
 def decoding(device):
-    """A graph of attention whose lengths are the host's, its output, and the call for lengths."""
+    """Return a graph of attention with lengths from the host, its output, and the eager call."""
     q = torch.randn(2, 1, 64, device=device, dtype=torch.float16)
     cache = torch.randn(4, 128, 64, device=device, dtype=torch.float16)
     settings = {
@@ -114,7 +118,7 @@ def update(graph, lengths, after=0.0):
 
 
 def a_replay_waits_for_lengths_that_another_thread_gives(device):
-    """As SGLang decodes: they come while the graph runs."""
+    """As in SGLang: the lengths come while the graph runs."""
     graph, out, attended = decoding(device)
     for lengths in ([5, 0], [9, 100]):
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -129,12 +133,12 @@ test_a_replay_waits_for_lengths = on_npu(a_replay_waits_for_lengths_that_another
 
 
 def a_replay_waits_for_lengths_that_the_same_thread_gives(device):
-    """As vLLM decodes: the thread that replays goes on, and gives them then."""
+    """As in vLLM: replay returns at once, and then the same thread sets the lengths."""
     graph, out, attended = decoding(device)
     for lengths in ([5, 0], [9, 100]):
         graph.replay()
         update(graph, lengths)
-        copied = out.clone()  # work of the stream waits for the replay
+        copied = out.clone()  # later work on the stream waits for the replay
         assert torch.equal(copied, attended(lengths)), lengths
 
 

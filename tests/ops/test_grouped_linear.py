@@ -1,4 +1,4 @@
-"""grouped_linear: what it alone promises. What every op promises: test_contract.py."""
+"""grouped_linear: what it promises beyond the contract in test_contract.py."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from npu_ops.ops.grouped_linear.cases import CASES
 from npu_ops.ops.linear import formats
 
 IMPLEMENTATIONS = every_implementation(op.forward)
-# The implementations that sum as `linear` does.
+# Implementations that sum in the order of `linear`.
 OURS = pytest.mark.parametrize(
     "implementation, device",
     [c for c in IMPLEMENTATIONS.args[1] if c.values[0] not in ("reference", "aclnn")],
@@ -40,7 +40,8 @@ def test_a_row_has_the_bits_that_linear_gives_it(implementation, device, dtype, 
 
 @IMPLEMENTATIONS
 def test_what_is_in_no_group_changes_nothing(implementation, device):
-    """Outputs and gradients of its rows are 0, and no other gradient has anything of them."""
+    """Rows past the last group: their outputs and gradients are 0, and no other
+    gradient uses them."""
     given = drawn("three-groups-t150")
     last = int(given["offs"][-1])
     given["x"][last:] = torch.nan
@@ -51,7 +52,7 @@ def test_what_is_in_no_group_changes_nothing(implementation, device):
         grads = torch.autograd.grad(out, leaves, torch.full_like(out, 2.0))
     assert not out[last:].any() and not grads[0][last:].any()
     assert all(bool(t.isfinite().all()) for t in (out, *grads))
-    assert not grads[1][0].any()  # of a group of nothing
+    assert not grads[1][0].any()  # the first group is empty
 
 
 @IMPLEMENTATIONS
@@ -77,7 +78,7 @@ def test_the_vendors_product_is_left_out_where_bits_are_promised(monkeypatch):
 
 
 def test_a_format_of_the_vendors_is_no_matter_for_the_reference(monkeypatch):
-    """Where the vendor's operator does not run, the call would have other bits without a word."""
+    """The reference refuses it: falling back silently would change a call's bits."""
     monkeypatch.setattr(formats, "format_why_not", lambda x: "the vendor's format 29")
     x, weight, offs = torch.ones(3, 4), torch.ones(2, 5, 4), torch.tensor([1, 3])
     with forced("reference", "grouped_linear"), pytest.raises(ValueError, match="x: got the vend"):

@@ -1,5 +1,8 @@
-"""Wrong index values, which kernels would follow out of a tensor: each raises by name on the CPU,
-eager and compiled, of native kernels and of references, and changes nothing."""
+"""Wrong index values, with which a kernel would access memory outside a tensor.
+
+On the CPU each raises an error with the argument's name and changes nothing: eager and compiled, by
+native kernels and by references.
+"""
 
 import dataclasses
 import gc
@@ -18,8 +21,9 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 class Index:
     """An argument with index values.
 
-    call: makes the arguments of a right call. wrong: changes its values, by what is wrong. trains:
-    there is a gradient.
+    call: returns the arguments of a valid call.
+    wrong: from the valid values, returns wrong ones by description.
+    trains: whether the call has a gradient.
     """
 
     name: str
@@ -33,7 +37,7 @@ class Index:
 
 
 def wrong_starts(x):
-    """Those that end before the tokens do are right, see test_lengths.py."""
+    """Return wrong cu_seqlens. Ending before the last token is right, see test_lengths.py."""
     last = int(x[-1])
     return {
         "negative": replaced(x, 0, -1),
@@ -48,12 +52,13 @@ def wrong_starts(x):
 
 
 def chunked_starts(x):
-    """Of two ranks, each of which has two of a sequence's four chunks."""
+    """Return wrong cu_seqlens for two ranks, each with two of a sequence's four chunks."""
     return wrong_starts(x) | {"not in four": replaced(x, 1, 6)}
 
 
 def between(low, high):
-    """Wrong forms of numbers from `low` to `high`."""
+    """Return a function that gives wrong values for an argument with values from
+    `low` to `high`."""
     values = {
         "too small": low - 1, "too large": high + 1, "huge": INT_MAX, "INT_MIN": INT_MIN,
     }  # fmt: skip
@@ -267,14 +272,14 @@ def test_wrong_index_values_raise(call, compiled, dtype):
         torch.compiler.reset()
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        function(**inputs)  # is right
+        function(**inputs)  # must pass
         for index in of_call:
             for what, value in index.wrong(inputs[index.name]).items():
                 assert_refused(function, inputs, index.name, value, what)
 
 
 def in_dtype(inputs, dtype):
-    """fp64 has no kernel: the reference computes it."""
+    """Convert the floating tensors. No kernel takes fp64, so with it the reference runs."""
     return {
         name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()
@@ -286,12 +291,12 @@ def assert_refused(function, inputs, name, value, what):
     with pytest.raises(ValueError) as error:
         function(**inputs | {name: value})
         pytest.fail(f"{name}, {what}: {value.tolist()} is taken", pytrace=False)
-    named = "positions" if name == "position_ids" else name  # the operator's own name
+    named = "positions" if name == "position_ids" else name  # its name in the operator
     assert name in str(error.value) or named in str(error.value), (what, error.value)
     assert all(torch.equal(inputs[n], x) for n, x in before.items()), what
 
 
-# Names of arguments with index values in operators, besides the public names.
+# More names of arguments with index values: those that only operators use.
 OPERATORS_NAMES = {"positions", "indices", "accepted", "starts", "window_indices"}
 
 

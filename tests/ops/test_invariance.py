@@ -1,7 +1,7 @@
 """Invariance: the bits of a token's output depend on its own sequence alone.
 
-Not on the batch, its order, packing, padding, slots of a pool or cuts of a prompt. What is promised
-stands in docs/invariance.md; each section below is a row of its table.
+They do not depend on the batch, its order, packing, padding, pool slots or cuts of a prompt.
+docs/invariance.md lists what is promised; each section below is a row of its table.
 """
 
 import itertools
@@ -26,7 +26,7 @@ LENGTHS = (3, 64, 1, 0, 129, 70)
 
 
 def narrow(call, dtype):
-    """The call with its tokens in a dtype."""
+    """Return the call with its tokens in `dtype`."""
     return {
         n: x.to(dtype)
         if isinstance(x, torch.Tensor) and x.is_floating_point() and n not in WIDE
@@ -37,7 +37,7 @@ def narrow(call, dtype):
 
 
 def outputs_of(function, call, device):
-    """All outputs, on the host. The arguments stay as they are: some functions write to them."""
+    """Return all outputs on the host. Arguments are cloned, as some functions write to them."""
     call = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
     found = function(**on_device(call, device))
     found = found if isinstance(found, tuple) else (found,)
@@ -52,11 +52,12 @@ def assert_same_bits(actual, expected, what):
 
 
 def by_implementation(ways, op):
-    """Parameters of tests: each way by every kernel whose bits are promised, and its device."""
+    """Yield each call with every kernel whose bits are promised, and its device."""
     for way in ways:
         for chosen in implementations(Table.tables[op(way)]):
-            # The vendor's operators and PyTorch's matrix products may return other bits; on CPUs,
-            # attention to a prompt uses PyTorch's products.
+            # The vendor's operators and PyTorch's matrix products may give other bits. On CPUs,
+            # attention to
+            # a prompt uses these products.
             of_torch = op(way) == "attention" and chosen.values[0] == "cpu"
             if chosen.values[0] not in ("aclnn", "reference") and not of_torch:
                 name = f"{way}-{'-'.join(chosen.values)}"
@@ -69,8 +70,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=named)
 # Packed sequences
 
 
-# Rope's rows are below. Raw betas use PyTorch's sigmoid, which on CPUs rounds the elements past the
-# last whole vector differently.
+# Rope's rows are below. Raw betas use PyTorch's sigmoid, whose CPU kernel rounds the elements past
+# the last whole vector differently.
 SEQUENCES = [
     packed
     for packed in PACKED
@@ -82,7 +83,7 @@ every_sequence = pytest.mark.parametrize(
 
 
 def shuffled(packed, call, lengths, order):
-    """The call with its sequences in another order."""
+    """Return the call with its sequences in another order."""
     begins = [sum(lengths[:n]) for n in range(len(lengths))]
     moved = dict(call)
     for name in packed.tokens:
@@ -103,7 +104,7 @@ def shuffled(packed, call, lengths, order):
 @every_sequence
 @every_dtype
 def test_a_packed_sequence_is_as_alone(packed, implementation, device, dtype):
-    """In any order, for int32 and int64 `cu_seqlens`, with tokens of nobody behind the last."""
+    """In any order, with int32 and int64 `cu_seqlens`, and with unowned tokens at the end."""
     total = sum(LENGTHS)
     call = narrow(packed.call(total, LENGTHS), dtype)
     behind = narrow(packed.call(total + 5, LENGTHS), dtype)
@@ -156,7 +157,7 @@ def test_a_sequence_is_as_alone_whatever_lengths_are_beside_it(
 # Rows
 
 
-ROWS = {  # function, its op, arguments with a row for each token, and how to make the others
+ROWS = {  # function: its op, arguments with one row per token, and what makes all arguments
     "l2norm": ("l2norm", ("x",), lambda t, draw: {"x": draw(t, 3, 128)}),
     "rms_norm_gated": ("rms_norm_gated", ("x", "z"), lambda t, draw: {
         "x": draw(t, 3, 128), "z": draw(t, 3, 128), "weight": draw(128)}),
@@ -180,7 +181,7 @@ every_row = pytest.mark.parametrize(
 @every_row
 @every_dtype
 def test_a_row_is_as_alone(name, implementation, device, dtype):
-    """Among many, in any order, beside rows of NaN."""
+    """A row keeps its bits alone, in any order, and beside rows of NaN."""
     op, rows, make = ROWS[name]
     draw = torch.Generator().manual_seed(0)
     count = 131
@@ -189,7 +190,7 @@ def test_a_row_is_as_alone(name, implementation, device, dtype):
 
     def of(chosen, beside=False):
         few = {n: call[n][chosen].clone() for n in rows}
-        if beside:  # every second row is somebody else's
+        if beside:  # every second row is NaN
             few = {n: torch.stack((x, torch.full_like(x, math.nan)), 1).flatten(0, 1)
                    for n, x in few.items()}  # fmt: skip
         return outputs_of(function, call | few, device)
@@ -223,7 +224,7 @@ def test_a_row_of_three_axes_is_as_alone(implementation, device, dtype):
             assert_same_bits(x, y[20:23], "three of 64")
 
 
-# A prompt that is cut, or of which a beginning was in a cache
+# Prompts cut in parts, or with a prefix from a cache
 
 
 def delta_call(tokens, dtype, function):
@@ -273,7 +274,7 @@ CUT = {
 )
 @every_dtype
 def test_a_prompt_that_is_cut_is_as_uncut(name, implementation, device, dtype):
-    """Its outputs, and the state behind it; the state is handed on in its own dtype."""
+    """Outputs and final state have the same bits; the state is passed on in its own dtype."""
     make, more, cuts = CUT[name]
     function, call, tokens, axis = make(200, dtype, getattr(npu_ops, name), **more)
 
@@ -296,7 +297,7 @@ def test_a_prompt_that_is_cut_is_as_uncut(name, implementation, device, dtype):
 )
 @every_dtype
 def test_attention_to_a_prompt_that_is_cut(name, implementation, device, dtype):
-    """The later tokens of a prompt, beside keys that are there already."""
+    """The later tokens of a prompt are computed with all keys, as after a prefix from a cache."""
     q, k, v = qkv(150, dtype)
     with torch.no_grad(), forced(implementation, name):
         (whole,) = outputs_of(
@@ -313,11 +314,11 @@ def qkv(tokens, dtype):
     return [torch.randn(1, tokens, n, 64, generator=draw).to(dtype) for n in (4, 2, 2)]
 
 
-# Decoding together
+# Batched decoding
 
 
 def decoding_calls():
-    """(name, function, op, make): make(sequences) -> arguments, and the pool's name."""
+    """Return, by function: arguments, names of token arguments, pool, index argument, settings."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -346,21 +347,23 @@ DECODING = decoding_calls()
 )
 @pytest.mark.parametrize("pool_dtype", DTYPES, ids=lambda dtype: f"pool-{named(dtype)}")
 def test_a_sequence_decodes_as_alone(name, implementation, device, pool_dtype):
-    """Whatever its slot, its neighbours, the padding rows of a graph and the rest of the pool."""
+    """Its bits do not depend on its slot, neighbours, padding rows or the rest of the pool."""
     call, tokens, pool, indices, more = DECODING[name]
-    dtype = pool_dtype if pool == "conv_state" else torch.bfloat16  # rows of x, in its dtype
+    # conv states are rows of x, so x has their dtype
+    dtype = pool_dtype if pool == "conv_state" else torch.bfloat16
     call = narrow(call, dtype) | {pool: call[pool].to(pool_dtype)} | more
     function, count = getattr(npu_ops, name), call[tokens[0]].shape[0]
     order = [5, 0, 11, 3, 8, 1, 10, 2, 7]
 
     def decode(chosen, places, rest=None):
-        """Outputs of sequences in places of a pool, of which the rest is NaN; and their states."""
+        """Return outputs and states of some sequences, placed in a pool whose other
+        slots are NaN."""
         states = torch.full_like(call[pool], math.nan)
         for n, place in zip(chosen, places, strict=True):
             states[place] = call[pool][order[n]]
         given = {n: call[n][chosen] for n in tokens}
         slots = torch.tensor(places, dtype=torch.int32)
-        if rest:  # padding rows
+        if rest:  # padding rows, as in a captured graph
             given = {
                 n: torch.cat((x, torch.full_like(x[:rest], math.nan))) for n, x in given.items()
             }
@@ -383,13 +386,14 @@ def test_a_sequence_decodes_as_alone(name, implementation, device, pool_dtype):
             assert_same_bits(state[0], states[n], "its state")
 
 
-# NPU_OPS_CONSISTENT=1: training, prompts and decoding give the same bits
+# NPU_OPS_CONSISTENT=1: training, prefill and decoding give the same bits
 
 
 def layer(tokens, lengths, dtype):
-    """What a Gated Delta Net layer hands its rule, in training: raw gates, and packed sequences.
+    """Return the inputs of a Gated Delta Net layer's rule: raw gates, packed sequences.
 
-    32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise.
+    With fewer than 32 value heads, PyTorch's exp on CPUs rounds elements past the last two vectors
+    differently.
     """
     draw = torch.Generator().manual_seed(0)
 
@@ -405,7 +409,7 @@ def layer(tokens, lengths, dtype):
 
 
 def trained(x, gradient=None):
-    """A trainer's outputs: PyTorch computes the gates. With `gradient`, also v's gradient."""
+    """Return a trainer's outputs, with gates by PyTorch; with `gradient`, also v's gradient."""
     g = -x["A_log"].float().exp() * torch.nn.functional.softplus(x["a"].float() + x["dt_bias"])
     q, k, v = (x[n][None] for n in "qkv")
     v.requires_grad_(gradient is not None)
@@ -419,7 +423,7 @@ def trained(x, gradient=None):
 
 
 def prompted(x, begin, end, state):
-    """The rule of a server for a part of one prompt, and the state behind it."""
+    """Run a server's prefill of tokens `begin` to `end`; return o and the state after them."""
     g, beta = npu_ops.gdn_gate(x["a"][begin:end], x["A_log"], x["dt_bias"], x["b"][begin:end])
     o, after = npu_ops.chunk_gated_delta_rule(
         *(x[n][None, begin:end] for n in "qkv"), g[None], beta[None], initial_state=state,
@@ -429,7 +433,7 @@ def prompted(x, begin, end, state):
 
 
 def decoded(x, begin, end, pool, slot, **more):
-    """A decoding step of a server, of one token or of drafted ones."""
+    """Run a server's decoding step, with one token or several drafted ones."""
     qkv = tuple(x[n][begin:end] for n in "qkv")
     return npu_ops.gated_delta_rule_update(
         qkv, x["a"][begin:end], x["b"][begin:end], x["A_log"], x["dt_bias"], pool, slot,
@@ -443,7 +447,7 @@ every_rule = pytest.mark.parametrize(
     [
         chosen
         for chosen in by_implementation(["gated_delta_rule_update"], lambda name: name)
-        if chosen.values[1] != "ascendc"  # which has no rule for training
+        if chosen.values[1] != "ascendc"  # AscendC has no kernel for training
     ],
 )
 
@@ -458,8 +462,10 @@ def forced_in(implementation):
 @every_rule
 @every_dtype
 def test_training_prompts_and_decoding_are_consistent(op, implementation, device, dtype):
-    """Bit for bit: packed sequences in training; one of them as a prompt, cut anywhere, then
-    decoded token by token, or in drafts of which some are rejected."""
+    """A packed sequence in training has the bits of a prompt that is cut and then decoded.
+
+    Decoding runs token by token, or in drafts of which some are rejected.
+    """
     lengths, n = (5, 90, 1, 44), 1
     x = on_device(layer(sum(lengths), lengths, dtype), device)
     begin, end = lengths[0], lengths[0] + lengths[n]
@@ -476,7 +482,7 @@ def test_training_prompts_and_decoding_are_consistent(op, implementation, device
                 parts.append(decoded(x, token, token + 1, pool, slot))
             kept, accepted = torch.zeros(1, 5, *pool.shape[1:], device=device), 0
             token = begin + 80
-            while token < end:  # four drafted tokens, of which two are accepted
+            while token < end:  # four drafted tokens, two of them accepted
                 drafts = decoded(
                     x, token, min(token + 4, end), pool, slot, intermediate_states=kept,
                     num_accepted_tokens=torch.tensor([accepted], device=device),
@@ -490,7 +496,7 @@ def test_training_prompts_and_decoding_are_consistent(op, implementation, device
 
 @every_rule
 def test_gradients_of_the_consistent_mode(op, implementation, device):
-    """They are those of the other mode up to rounding: the backward goes by chunks."""
+    """They equal those of the default mode up to rounding, as both run the chunked backward."""
     lengths = (5, 90, 1, 44)
     x = on_device(layer(sum(lengths), lengths, torch.float32), device)
     gradient = torch.ones_like(x["v"])

@@ -1,4 +1,4 @@
-"""l2norm: every implementation against the reference, the reference against transformers'."""
+"""l2norm: every implementation against the reference, the reference against transformers."""
 
 import itertools
 
@@ -30,12 +30,12 @@ run = support.runner(npu_ops.l2norm, "l2norm", ("x",))
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("dim", [1, 2, 31, 32, 33, 64, 128, 256, 1000])
 def test_hugging_face(dim, scale, implementation, device):
-    """transformers' own function with its call, gradients too."""
+    """Compare with transformers' own function and arguments, gradients too."""
     inputs = {"x": torch.randn(2, 5, 3, dim) * scale, "dim": -1, "eps": 1e-6}
     wide = support.evaluate(hugging_face, support.floats(inputs, torch.float64), ("x",))
     actual = run(implementation, inputs | {"x": inputs["x"].to(device)})
     assert_close("output", actual["output 0"].cpu(), wide["output 0"], TOLERANCES[torch.float32])
-    # The gradient is a difference of numbers as large as the gradient of y divided by x's norm.
+    # The gradient is a difference of terms as large as y's gradient divided by the norm of x.
     expected = wide["gradient of x"].float()
     size = (inputs["x"].double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() * 4
     error = (actual["gradient of x"].cpu() - expected).abs() / size
@@ -44,7 +44,7 @@ def test_hugging_face(dim, scale, implementation, device):
 
 @IMPLEMENTATIONS
 def test_eps_is_inside_the_root(implementation, device):
-    """Unlike in F.normalize, which a short x tells apart."""
+    """F.normalize does not add eps inside the root; an x with a small norm shows the difference."""
     x = torch.tensor([[3e-4, 4e-4]])
     out = run(implementation, {"x": x.to(device)})["output 0"].cpu()
     torch.testing.assert_close(out, x / (2.5e-7 + 1e-6) ** 0.5)
@@ -65,7 +65,7 @@ def test_zero_rows(dtype, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("x_dtype, out_dtype", list(itertools.product(TOLERANCES, repeat=2)))
 def test_output_dtype(x_dtype, out_dtype, implementation, device):
-    """The result is rounded once to its own dtype, the gradient to x's."""
+    """The result is rounded once to output_dtype, and the gradient to x's dtype."""
     inputs = {"x": torch.randn(7, 3, 40).to(x_dtype), "output_dtype": torch.float64}
     wide = support.floats(inputs, torch.float64)
     with support.forced("reference", *OPS):
@@ -79,7 +79,8 @@ def test_output_dtype(x_dtype, out_dtype, implementation, device):
 
 
 def test_nearer_than_arithmetic_in_bfloat16():
-    """transformers rounds x^2, the sum, the root and the product; we the product alone."""
+    """transformers rounds x^2, the sum, the root and the product; npu-ops rounds
+    only the product."""
     x = torch.randn(100, 128).bfloat16()
     expected = hugging_face(x.double())
     ours, theirs = (error_ratio(f(x), expected) for f in (npu_ops.l2norm, hugging_face))
@@ -105,7 +106,7 @@ def test_rows_have_length_one_and_their_gradients_are_across(tokens, dim, scale,
     out = npu_ops.l2norm(x, 0.0)
     torch.testing.assert_close(out.norm(dim=-1), torch.ones(tokens))
     (grad,) = torch.autograd.grad(out, x, torch.randn(tokens, dim, generator=draw))
-    along = (grad * out).sum(-1).abs() * x.norm(dim=-1)  # 0 but for rounding
+    along = (grad * out).sum(-1).abs() * x.norm(dim=-1)  # 0 up to rounding
     assert along.max() < 1e-5
 
 
@@ -141,7 +142,7 @@ LAYOUTS = pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_any_layout(make, implementation, device):
-    """Strides of x and of the gradient change nothing; x and the gradient are left as they are."""
+    """The same for any strides of x and of the gradient, which both stay unchanged."""
     x = make().to(device)
     dense = run(implementation, {"x": x.clone(memory_format=torch.contiguous_format)})
     before = x.clone()
@@ -162,7 +163,7 @@ def test_any_layout(make, implementation, device):
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_fake_is_like_real(make, dtype):
-    """Under FakeTensorMode: shape, strides and dtype of the result and of the gradient."""
+    """Result and gradient have the shape, strides and dtype of real ones."""
 
     @support.with_gradients
     def function(x):
@@ -172,7 +173,7 @@ def test_fake_is_like_real(make, dtype):
 
 
 def test_a_slice_of_a_fused_projection_is_not_copied():
-    """Nor is a transposed batch of one; memory is the output's and the gradient's alone."""
+    """Nor is a transposed batch of one. Only the output and the gradient are allocated."""
     fused = torch.randn(64, 3 * 4 * 32)
     for x in (fused[:, 128:256].unflatten(1, (4, 32)), torch.randn(1, 8, 64, 16).transpose(1, 2)):
         leaf = x.detach().requires_grad_()
@@ -194,7 +195,7 @@ def test_backward_keeps_x_alone():
 
 @IMPLEMENTATIONS
 def test_wide_rows(implementation, device):
-    """Every implementation has rows longer than a tile."""
+    """Every implementation takes rows longer than a tile."""
     x = torch.randn(2, 5000)
     expected = support.evaluate(npu_ops.l2norm, {"x": x.double()}, ("x",))
     with env.override(strict=True):
@@ -216,7 +217,7 @@ def test_gradcheck(shape, eps):
 
 @IMPLEMENTATIONS
 def test_special_values(implementation, device):
-    """As in the formula: a NaN or an infinity spoils its own row and no other."""
+    """As in the formula: a NaN or an infinity affects its own row only."""
     x = torch.ones(4, 40)
     x[0, 3], x[2, 5] = float("nan"), float("inf")
     with support.forced(implementation, *OPS):

@@ -1,6 +1,6 @@
 """Packed sequences: one policy for lengths, in every function and on every device.
 
-`npu_ops/core/lengths.py` says it. By PACKED, which has a call of each function with lengths.
+`npu_ops/core/lengths.py` defines it. PACKED has a call of each function that takes lengths.
 """
 
 import contextlib
@@ -17,17 +17,19 @@ import npu_ops
 from npu_ops.core.registry import Table
 
 NAN = float("nan")
-TOKENS, LENGTHS = 9, (3, 4)  # the last two tokens belong to nobody
+TOKENS, LENGTHS = 9, (3, 4)  # the last two tokens belong to no sequence
 NAMES = ("cu_seqlens", "cu_seqlens_q", "query_start_loc")
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A function that takes lengths.
+    """A function that takes the lengths of packed sequences.
 
-    op: whose table has its implementations. make: `torch.randn`, tokens and lengths -> the
-    arguments. tokens: arguments that have tokens, in their first dimension or behind a batch of 1.
-    keys: those of them that have other lengths. parameters: what else has a gradient.
+    op: the op whose table has its implementations.
+    make: from a `torch.randn`, the number of tokens and the lengths, returns the arguments.
+    tokens: arguments with one row per token, in the first dimension or after a batch of 1.
+    keys: those of `tokens` that have lengths of their own.
+    parameters: other arguments with a gradient.
     """
 
     op: str
@@ -47,12 +49,12 @@ class Packed:
 
     @property
     def axis(self):
-        """The dimension of tokens."""
+        """The dimension of tokens in the arguments."""
         return int(self.call()[self.tokens[0]].shape[0] == 1)
 
     @property
     def name(self):
-        """The argument that has the lengths."""
+        """Name of the argument that holds the lengths."""
         return next(n for n in NAMES if n in inspect.signature(self.function).parameters)
 
 
@@ -97,7 +99,7 @@ def chunk_kda(draw, t, n):
 
 
 def raw_chunk_kda(draw, t, n):
-    """Norms, gates and betas are made in the function, forward and backward."""
+    """Norms, gates and betas are computed inside the function, forward and backward."""
     return chunk_kda(draw, t, n) | {
         "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
         "use_gate_in_kernel": True, "A_log": draw(4), "dt_bias": draw(64),
@@ -109,7 +111,7 @@ def chunks_of_one_token(draw, t, n):
 
 
 def chunks_of_raw_inputs(draw, t, n):
-    """Norms, gates and betas are made in the function, forward and backward."""
+    """Norms, gates and betas are computed inside the function, forward and backward."""
     return chunk_gated_delta_rule(draw, t, n) | {
         "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
         "use_gate_in_kernel": True, "A_log": draw(4), "dt_bias": draw(4),
@@ -252,7 +254,7 @@ def test_every_function_with_lengths_is_here():
 def by_implementation():
     for packed in PACKED:
         for chosen in implementations(Table.tables[packed.op]):
-            if chosen.values[0] == "aclnn":  # which takes lengths from the host, see checks.py
+            if chosen.values[0] == "aclnn":  # it takes lengths from the host, see checks.py
                 continue
             name = f"{packed}-{'-'.join(chosen.values)}"
             yield pytest.param(packed, *chosen.values, id=name, marks=chosen.marks)
@@ -262,13 +264,16 @@ every = pytest.mark.parametrize("packed, implementation, device", [*by_implement
 
 
 def behind(packed, name, x, lengths=LENGTHS):
-    """A view of the rows of tokens that belong to nobody."""
+    """Return a view of the rows past the last sequence."""
     end = sum(lengths) * (2 if name in packed.keys else 1)
     return x.narrow(packed.axis, end, x.shape[packed.axis] - end)
 
 
 def evaluate(packed, call, device, grads=None):
-    """Outputs of tokens, and the gradients by name; grads: of the outputs, or a function."""
+    """Return outputs, gradients by name, and the outputs' gradients used.
+
+    grads: the gradients of the outputs, or a function that makes them.
+    """
     call = {
         n: x.clone().to(device) if isinstance(x, torch.Tensor) else x for n, x in call.items()
     }  # fmt: skip
@@ -286,17 +291,17 @@ def evaluate(packed, call, device, grads=None):
 
 
 def tokens_of(packed, i):
-    """The dimension of tokens of output i; attention's second is `[heads, tokens]`."""
+    """Return the dimension of tokens in output i; attention's lse is `[heads, tokens]`."""
     return 1 if packed.function is npu_ops.attention and i == 1 else packed.axis
 
 
 def rows_of(packed, i, x):
-    """Output i with its tokens first."""
+    """Return output i with its tokens first."""
     return x.movedim(tokens_of(packed, i), 0)
 
 
 def gradients_of(packed):
-    """For outputs: random, and NaN for tokens that are nobody's."""
+    """Return a function that makes random gradients of outputs, NaN past the last sequence."""
 
     def grads(outputs):
         made = [torch.randn(x.shape, generator=torch.Generator().manual_seed(7)) for x in outputs]
@@ -308,15 +313,14 @@ def gradients_of(packed):
 
 
 def forced_all(packed, implementation):
-    """Forward and backward by one implementation, where there are both."""
+    """Force forward and backward, if there is one, by one implementation."""
     names = [n for n in Table.tables if n in (packed.op, f"{packed.op}_backward")]
     return forced(implementation, *names)
 
 
 @every
 def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
-    """Whatever the inputs and the gradients of outputs hold there. The others are as without them,
-    and so are sums over tokens."""
+    """They are 0 whatever inputs and gradients hold there, and change no other result or sum."""
     call = packed.call()
     for name in packed.tokens:
         behind(packed, name, call[name])[...] = NAN
@@ -341,8 +345,10 @@ def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
 
 
 def with_host_lengths(packed):
-    """The same calls in bf16, with the lengths in host memory too, as the vendor takes them; its
-    backward takes no gradient of lse."""
+    """Return the same calls in bf16 with lengths on the host too, as the vendor's operator needs.
+
+    They return no lse, because its backward takes no gradient of it.
+    """
 
     def make(draw, t, n):
         call = packed.make(draw, t, n)
@@ -359,7 +365,8 @@ def with_host_lengths(packed):
     "packed", [with_host_lengths(each) for each in PACKED if each.op == "attention"], ids=str
 )
 def rows_behind_are_0_by_the_vendor(packed, trains, device):
-    """The operator of the vendor writes no row that belongs to nobody, or anything."""
+    """The vendor's operator leaves these rows unwritten or with any values; npu-ops
+    sets them to 0."""
     packed = dataclasses.replace(packed, trains=trains)
     call, owned = packed.call(), packed.call(sum(LENGTHS))
     for name in packed.tokens:
@@ -408,8 +415,10 @@ def test_wrong_lengths_are_refused_on_the_cpu(packed):
 
 @every
 def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
-    """In outputs and gradients of all tokens; what rope does not rotate is copied, and a residual
-    is left out, so its gradient is 0."""
+    """All outputs and gradients of tokens are NaN, with two exceptions.
+
+    Elements that rope does not rotate are copied, and the gradient of a residual is 0.
+    """
     call = packed.call()
     for what, value in wrong(call[packed.name]).items():
         changed = call | {packed.name: value}
@@ -431,11 +440,11 @@ RETURNING = [
     if "output_final_state" in inspect.signature(parameter.values[0].function).parameters
     and parameter.values[0].trains and parameter.values[2] != "cpu"
 ]  # fmt: skip
-if RETURNING:  # the CPU refuses such calls, see above
+if RETURNING:  # on the CPU such calls raise, see above
 
     @pytest.mark.parametrize("packed, implementation, device", RETURNING)
     def test_states_of_wrong_lengths_are_nan(packed, implementation, device):
-        """The final states, and the gradients of the initial ones."""
+        """Final states, and the gradients of the initial ones."""
         call = packed.call() | {"output_final_state": True}
         for what, value in wrong(call[packed.name]).items():
             with forced_all(packed, implementation):
@@ -473,7 +482,7 @@ def test_wrong_lengths_leave_a_pool_as_it_is(packed, implementation, device):
 @pytest.mark.parametrize("seed", range(3))
 @every
 def test_lengths_of_every_kind(packed, implementation, device, seed):
-    """Each sequence is as alone: empty ones, long ones, and tokens behind them."""
+    """Each sequence, empty or long, equals the one run alone; unowned tokens give 0."""
     draw = random.Random(seed)
     lengths = [draw.choice([0, 0, 1, 2, 5, 8]) for _ in range(draw.randint(1, 6))]
     total = sum(lengths) + draw.choice([0, 1, 4])
@@ -498,7 +507,7 @@ def test_lengths_of_every_kind(packed, implementation, device, seed):
 
 
 def alone(packed, call, n, begin, length, lengths):
-    """The call of sequence n."""
+    """Return the call for sequence n alone."""
     one = dict(call)
     for name in packed.tokens:
         times = 2 if name in packed.keys else 1
@@ -514,14 +523,14 @@ def alone(packed, call, n, begin, length, lengths):
     return one
 
 
-# Rotary embedding: a sequence that its table does not reach
+# Rotary embedding: sequences longer than the table
 
 
 @pytest.mark.parametrize("implementation, device", implementations(Table.tables["rope"]))
 @pytest.mark.parametrize("function", [rope, rope_by_freqs])
 def test_tokens_past_the_table_become_nan_on_a_device(function, implementation, device):
     (packed,) = (each for each in PACKED if each.make is function)
-    call = packed.call(14, (2, 12))  # of a table of 8 rows
+    call = packed.call(14, (2, 12))  # longer than the table of 8 rows
     if device == "cpu":
         with pytest.raises(ValueError, match="^cu_seqlens: got length 12, needs at most "):
             packed.function(**call)

@@ -1,4 +1,4 @@
-"""linear: what it alone promises. What every op promises: test_contract.py."""
+"""linear: what it promises beyond the contract in test_contract.py."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ from npu_ops.core.registry import launched_by
 from npu_ops.ops.linear import formats, op
 
 IMPLEMENTATIONS = every_implementation(op.forward)
-# The implementations that compute each row by itself.
+# Implementations that compute each row independently of the others.
 OURS = pytest.mark.parametrize(
     "implementation, device",
     [chosen for chosen in IMPLEMENTATIONS.args[1] if chosen.values[0] != "reference"],
@@ -53,7 +53,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(
 
 @OURS
 def test_weights_of_any_strides(implementation, device):
-    """A weight that is transposed, or a part of a larger one, has the bits of a copy."""
+    """A transposed weight, or a part of a larger one, gives the bits of its contiguous copy."""
     given = drawn(9, 40, 24, torch.float32)
     x, weight = (given[n].to(device) for n in ("x", "weight"))
     wider = torch.zeros(24, 64, dtype=torch.float32, device=device)
@@ -99,7 +99,7 @@ def test_no_kernel_is_launched_where_there_is_nothing_to_add(rows, depth, column
     "number, why_not", [(-1, None), (2, None), (30, None), (29, "the vendor's format 29")]
 )
 def test_a_matrix_without_rows_is_declined(number, why_not, monkeypatch):
-    """x or weight; torch_npu says in which format an NPU keeps a matrix."""
+    """x or weight may be in a vendor format; torch_npu gives the format of a matrix on an NPU."""
     numbers = {"npu": number, "npu with rows": 2}
     double = types.SimpleNamespace(get_npu_format=lambda x: numbers[x.name])
     monkeypatch.setitem(sys.modules, "torch_npu", double)

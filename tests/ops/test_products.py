@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT: a model's products are linear's, whoever calls them, and in whichever way."""
+"""NPU_OPS_CONSISTENT: every matrix product of a model has the bits of npu_ops.linear."""
 
 import os
 import subprocess
@@ -96,7 +96,7 @@ def test_compiled(request):
     layer = torch.nn.Linear(300, 50)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     before = compiled(x)
-    consistent.install()  # after torch traced the operators
+    consistent.install()  # torch has already traced the operators
     torch._dynamo.reset()
     found = compiled(x)
     assert torch.equal(found, layer(x)) and not torch.equal(found, before)
@@ -148,7 +148,7 @@ def test_a_format_of_the_vendors_is_an_error(replaced, monkeypatch):
 
 
 def test_a_graph_meets_a_format_of_the_vendors_when_it_runs(monkeypatch):
-    """Of what is traced nobody knows it."""
+    """A fake tensor has no format, so tracing cannot check it."""
     monkeypatch.setattr(formats, "format_why_not", lambda x: None if is_fake(x) else "format 29")
     x, weight, bias = drawn()
     with forced("reference", "linear"):

@@ -1,4 +1,5 @@
-"""qk_norm_rope: against transformers' layers and our own norms and rotations, one by one."""
+"""qk_norm_rope against transformers' layers, and against our norms and rotations
+called separately."""
 
 import dataclasses
 
@@ -42,7 +43,7 @@ def norm_of(module, weight):
 
 
 def of_transformers(case, norm, rotate, merge=None):
-    """The lines of a layer of transformers between its projections and its attention."""
+    """Return what a transformers layer computes between its projections and its attention."""
 
     def function(qkv, q_weight, k_weight, cos, sin, **_):
         dim = case.head_dim
@@ -63,7 +64,7 @@ def of_transformers(case, norm, rotate, merge=None):
 
 
 def merged(section):
-    """Qwen3-VL's lines, of tables instead of angles."""
+    """Return Qwen3-VL's merge of the three axes, for tables instead of angles."""
 
     def merge(table):
         half = table.shape[-1] // 2
@@ -89,7 +90,7 @@ LAYERS = {
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_of_transformers(layer, implementation, device):
-    """Gradients too."""
+    """Compare outputs and gradients."""
     case, *parts = LAYERS[layer]
     inputs = case.inputs(torch.float32)
     expected = support.evaluate(of_transformers(case, *parts), inputs, DIFFERENTIABLE)
@@ -100,7 +101,7 @@ def test_layers_of_transformers(layer, implementation, device):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_transformers_in_bfloat16(layer):
-    """It rounds up to four times; ours is one rounding from fp64."""
+    """transformers rounds up to four times; our result is one rounding away from fp64."""
     case, *parts = LAYERS[layer]
     inputs = case.inputs(torch.bfloat16)
     inputs |= {name: inputs[name].bfloat16() for name in ("cos", "sin")}
@@ -117,7 +118,7 @@ def test_transformers_in_bfloat16(layer):
 @pytest.mark.parametrize("dtype", support.DTYPES, ids=support.named)
 @pytest.mark.parametrize("section", [None, (6, 5, 5)], ids=["one axis", "three"])
 def test_a_cache_is_tables(section, dtype, implementation, device):
-    """Of the rows at the positions; also where all axes have one position."""
+    """A cache equals tables gathered at the positions, also if all axes share one position."""
     case = dataclasses.replace(PLAIN, section=section, cached=True)
     inputs = support.on_device(case.inputs(dtype), device)
     cache, positions = inputs["cos_sin_cache"], inputs["positions"]
@@ -161,7 +162,7 @@ def test_packed_tokens_are_a_batch_of_one(implementation, device):
 
 @IMPLEMENTATIONS
 def test_rotation_keeps_norms(implementation, device):
-    """With weights of one a head is as long as sqrt(D), whatever its angles are."""
+    """With weights of 1 each head has norm sqrt(D), before and after any rotation."""
     inputs = support.on_device(PLAIN.inputs(torch.float32), device)
     inputs |= {name: torch.ones_like(inputs[name]) for name in ("q_weight", "k_weight")}
     with support.forced(implementation, *OPS):
@@ -193,7 +194,7 @@ def test_views_are_the_copies(case):
 
 
 def gradient(implementation, device, loss):
-    """Of qkv, for a loss of what the gated case gives."""
+    """Return the gradient of qkv for a loss of the gated case's outputs."""
     inputs = support.on_device(GATED.inputs(torch.float32), device)
     qkv = inputs["qkv"].detach().requires_grad_()
     with support.forced(implementation, *OPS):
@@ -204,7 +205,7 @@ def gradient(implementation, device, loss):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("used", ["q", "k", "v", "gate"])
 def test_outputs_that_nobody_uses(used, implementation, device):
-    """Their gradient is zero."""
+    """An output that the loss does not use contributes a zero gradient."""
 
     def loss(outputs):
         return outputs[("q", "k", "v", "gate").index(used)].square().sum()
@@ -216,7 +217,7 @@ def test_outputs_that_nobody_uses(used, implementation, device):
 
 @IMPLEMENTATIONS
 def test_heads_with_one_gradient(implementation, device):
-    """A sum over heads sends back one row for all of them, whose stride is 0."""
+    """The gradient of a sum over heads is one row, expanded with stride 0."""
 
     def loss(outputs):
         return sum(x.sum(-2).square().sum() for x in outputs)
@@ -230,7 +231,7 @@ def test_heads_with_one_gradient(implementation, device):
 
 
 def test_a_wide_head_is_not_for_an_npu():
-    """It is for the others, and Triton and AscendC say why not."""
+    """The CPU kernel takes it; Triton and AscendC decline it with a reason."""
     inputs = Case("wide", 2, 1, 1, 640, 640).inputs(torch.float32)
     expected = run("reference", support.floats(inputs, torch.float64))
     support.assert_all_close(run("cpu", inputs), expected, TOLERANCES)
@@ -241,7 +242,7 @@ def test_a_wide_head_is_not_for_an_npu():
 
 
 def test_a_consistent_compiled_call_takes_any_number_of_tokens():
-    """As vLLM compiles models: it marks the tokens as dynamic, and a constant is an error."""
+    """vLLM marks the number of tokens as dynamic, so specialising on it would be an error."""
     weight, table = torch.rand(16), torch.randn(64, 16)
     positions, qkv = torch.randint(0, 64, (3, 10)), torch.randn(10, 8 * 16)
 

@@ -1,4 +1,4 @@
-"""Every op on memory that was rewritten in ways which no version counts: nothing is stale."""
+"""Inputs rewritten in ways that no version counter sees: no op returns a stale result."""
 
 import itertools
 
@@ -13,8 +13,8 @@ import npu_ops
 
 
 def another(name, x):
-    """Other contents for an argument, as valid as they were."""
-    if name.endswith("_cpu") and isinstance(x, list):  # a copy of other lengths
+    """Return other values for an argument, valid like the first ones."""
+    if name.endswith("_cpu") and isinstance(x, list):  # lengths on the host
         return another(name, torch.tensor(x)).tolist()
     if isinstance(x, tuple):
         return tuple(another(name, y) for y in x)
@@ -22,13 +22,13 @@ def another(name, x):
         return x
     backwards = x.flip(tuple(range(x.dim())))
     is_starts = name.startswith("cu_") or name == "query_start_loc"
-    if name == "offs":  # where groups end, the first of which began at 0
+    if name == "offs":  # ends of groups; the first group starts at 0
         return x[-1] - torch.nn.functional.pad(backwards[1:], (0, 1))
     return x[-1] - backwards if is_starts else backwards
 
 
 def copied(inputs):
-    """In memory of their own."""
+    """Return the inputs with each tensor cloned to contiguous memory."""
 
     def copy(x):
         return x.clone(memory_format=torch.contiguous_format)
@@ -37,13 +37,13 @@ def copied(inputs):
 
 
 def tensors(x):
-    """The tensors of an argument that have elements."""
+    """Return the non-empty tensors of an argument."""
     leaves = torch.utils._pytree.tree_leaves(x)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel()]
 
 
 def results(function, inputs):
-    """What it returns and what it wrote."""
+    """Return outputs and arguments, some of which the function writes."""
     out = function(**inputs)
     return dict(enumerate(out if isinstance(out, tuple) else (out,))) | inputs
 
@@ -74,7 +74,7 @@ def test_what_was_rewritten_is_read_again(op):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("packed", [False, True])
 def test_angles_on_a_device(device, packed):
-    """Through `.data`, for want of NumPy there."""
+    """Rewritten through `.data`, because NumPy cannot write to device memory."""
     q, freqs, other = (torch.randn(8, n, 1, 16).to(device) for n in (1, 1, 1))
     starts, others = (torch.tensor([0, n, 8], device=device) for n in (3, 6))
     q, packing = (q[:, 0], {"layout": "TND", "max_seqlen": 8}) if packed else (q, {})

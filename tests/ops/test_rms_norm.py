@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm: what they alone promise. What every op promises: test_contract.py."""
+"""rms_norm and add_rms_norm: what they promise beyond the contract in test_contract.py."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def drawn(*shape, dtype=torch.float32, zero_centered=False):
 
 
 def of_module(module):
-    """A module of transformers as a function of (x, weight)."""
+    """Return a transformers module as a function of (x, weight)."""
 
     def function(x, weight, zero_centered):
         return torch.func.functional_call(module, {"weight": weight}, (x,))
@@ -48,7 +48,7 @@ def of_module(module):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("module, zero_centered", MODULES)
 def test_modules_of_transformers(module, zero_centered, implementation, device):
-    """Gradients too."""
+    """Compare outputs and gradients."""
     inputs, module = drawn(3, 5, 48, zero_centered=zero_centered), module(48, eps=1e-5)
     expected = evaluate(of_module(module), inputs, ("x", "weight"))
     actual = run(implementation, on_device(inputs, device) | {"eps": 1e-5})
@@ -58,7 +58,7 @@ def test_modules_of_transformers(module, zero_centered, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("module, zero_centered", MODULES)
 def test_transformers_in_bfloat16(module, zero_centered, implementation, device):
-    """Qwen3's rounds once more, so it may be two roundings away; ours is one from fp64."""
+    """Qwen3's norm rounds once more, so it may be two roundings away; ours is one from fp64."""
     inputs = drawn(64, 128, dtype=torch.bfloat16, zero_centered=zero_centered)
     theirs = of_module(module(128))(**inputs)
     actual = run(implementation, on_device(inputs, device))["output 0"].cpu()
@@ -84,7 +84,7 @@ def test_it_is_torchs(zero_centered):
 def test_a_sum_and_its_norm_are_the_bits_of_both_by_themselves(
     shape, dtype, implementation, device
 ):
-    """So that a trainer that adds and a server that does both in one have the same numbers."""
+    """A trainer that adds first and a server with the fused op get the same bits."""
     inputs = on_device(drawn(*shape, dtype=dtype), device)
     inputs["residual"] = torch.randn(shape).to(dtype).to(device)
 
@@ -96,7 +96,7 @@ def test_a_sum_and_its_norm_are_the_bits_of_both_by_themselves(
     actual = run_add(implementation, inputs)
     for name in ("output 0", "output 1"):
         assert torch.equal(actual[name], expected[name])
-    # As two calls, the gradient of the sum is rounded once more.
+    # Two separate calls round the gradient of the sum once more.
     assert_all_close(actual, expected, twice(TOLERANCES))
 
 
@@ -119,7 +119,7 @@ def test_a_sum_that_nobody_uses_has_no_gradient(implementation, device):
 
 @IMPLEMENTATIONS
 def test_an_eps_of_0(implementation, device):
-    """In a tile's rows beyond the last too, which have no root mean square."""
+    """A tile's padding rows have a root mean square of 0, and must not spoil any gradient."""
     inputs = on_device(drawn(5, 40), device) | {"eps": 0.0}
     expected = run("reference", floats(inputs, torch.float64))
     assert_all_close(run(implementation, inputs), expected, TOLERANCES)

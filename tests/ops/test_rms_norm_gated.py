@@ -1,4 +1,4 @@
-"""rms_norm_gated: every implementation against the reference, the reference against others'."""
+"""rms_norm_gated: every implementation against the reference, and that against other code."""
 
 import itertools
 
@@ -28,7 +28,7 @@ run = support.runner(norm, "rms_norm_gated", DIFFERENTIABLE)
 
 
 def drawn(*shape, dtype=torch.float32, **settings):
-    """Inputs with x and z of a shape."""
+    """Return inputs with x and z of this shape."""
     x, z, weight = torch.randn(shape), torch.randn(shape), 1 + torch.randn(shape[-1]) / 4
     return {"x": x.to(dtype), "weight": weight.to(dtype), "z": z.to(dtype)} | settings
 
@@ -37,7 +37,7 @@ def drawn(*shape, dtype=torch.float32, **settings):
 
 
 def of_transformers(module):
-    """A module of transformers as a function of (x, weight, z)."""
+    """Return a transformers module as a function of (x, weight, z)."""
 
     def function(x, weight, z):
         return torch.func.functional_call(module, {"weight": weight}, (x, z))
@@ -56,7 +56,7 @@ def of_transformers(module):
     ids=["qwen3-next", "mamba2", "mamba2-groups"],
 )
 def test_modules_of_transformers(module, settings, implementation, device):
-    """Both orders, gradients too."""
+    """Norm before and after the gate; gradients too."""
     inputs = drawn(3, 5, 48)
     expected = support.evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
     actual = run(implementation, support.on_device(inputs, device) | settings | {"eps": 1e-5})
@@ -65,7 +65,7 @@ def test_modules_of_transformers(module, settings, implementation, device):
 
 @IMPLEMENTATIONS
 def test_transformers_in_bfloat16(implementation, device):
-    """It rounds twice in between, so it is up to three roundings away; ours is one from fp64."""
+    """transformers rounds twice more, so it may be three roundings away; ours is one from fp64."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     theirs = of_transformers(Qwen3NextRMSNormGated(128))(**inputs)
     actual = run(implementation, support.on_device(inputs, device))["output 0"].cpu()
@@ -76,7 +76,7 @@ def test_transformers_in_bfloat16(implementation, device):
 
 @FORMULAS
 def test_is_built_of_torchs_functions(before, activation):
-    """torch.nn.functional's rms_norm, silu and sigmoid, in fp64."""
+    """Compare with torch.nn.functional's rms_norm, silu and sigmoid in fp64."""
     inputs = drawn(7, 33, dtype=torch.float64)
     act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
 
@@ -112,7 +112,7 @@ def test_groups_are_rows_of_their_own(group_size, before, activation, implementa
     "x, weight, z", [d for d in itertools.product(support.DTYPES, repeat=3) if len(set(d)) > 1]
 )
 def test_mixed_dtypes(x, weight, z, implementation, device):
-    """Each is read as it is, the result has x's dtype, each gradient its input's."""
+    """No input is converted beforehand. The result has x's dtype, each gradient its input's."""
     inputs = drawn(6, 40)
     dtypes = dict(zip(DIFFERENTIABLE, (x, weight, z), strict=True))
     inputs = {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
@@ -129,7 +129,7 @@ def test_mixed_dtypes(x, weight, z, implementation, device):
 @IMPLEMENTATIONS
 @FORMULAS
 def test_extreme_gates(before, activation, implementation, device):
-    """Nothing overflows that is not infinite."""
+    """Large gates give no inf or NaN if the exact result is finite."""
     ends = torch.tensor([0.0, 1e-4, 10.0, 88.0, 90.0, 1e3, 1e4])
     inputs = drawn(6, 14, norm_before_gate=before, activation=activation, eps=1e-3)
     inputs["z"] = torch.cat((ends, -ends)).expand(6, 14)
@@ -141,7 +141,7 @@ def test_extreme_gates(before, activation, implementation, device):
 
 @IMPLEMENTATIONS
 def test_special_values(implementation, device):
-    """A NaN spoils its own row and no other; rows of zeros are zeros."""
+    """A NaN in x affects its own row, one in z its own element. A row of zeros stays zero."""
     inputs = drawn(4, 40)
     inputs["x"][0, 3], inputs["z"][2, 5], inputs["x"][3] = float("nan"), float("nan"), 0.0
     with support.forced(implementation, *OPS):
@@ -195,7 +195,7 @@ def dense(x):
 
 
 def laid_out(make, groups):
-    """x and a gradient of a layout, a dense z, a strided weight."""
+    """Return the arguments, with x and a gradient from `make`, a dense z and a strided weight."""
     x = make()
     width = x.shape[-1]
     weight, settings = torch.randn(width, 2)[:, 0], {"group_size": (width // groups) or None}
@@ -222,7 +222,7 @@ def test_any_layout(make, groups, implementation, device):
 @LAYOUTS
 @GROUPS
 def test_fake_is_like_real(make, groups):
-    """Under FakeTensorMode: shape, strides and dtype of the result and of the gradients."""
+    """Result and gradients have the shape, strides and dtype of real ones."""
     inputs, _ = laid_out(make, groups)
     group_size = inputs.pop("group_size")
 
@@ -249,7 +249,7 @@ def test_a_slice_of_a_fused_projection_is_not_copied():
 
 @IMPLEMENTATIONS
 def test_gradient_of_weight_is_summed_in_fp32(implementation, device):
-    """3000 rows: in bf16 the sum would stop growing at 256."""
+    """Over 3000 rows a bf16 sum would stop growing at 256."""
     x = torch.ones(3000, 8).bfloat16().to(device)
     weight = torch.ones(8, device=device, requires_grad=True)
     with support.forced(implementation, *OPS):

@@ -1,4 +1,4 @@
-"""The random numbers: a published generator, one mask everywhere, no structure in it."""
+"""Random numbers: Philox's published values, the same mask everywhere, and statistical tests."""
 
 import itertools
 import math
@@ -27,12 +27,12 @@ PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
     ],
 )
 def test_philox_known_answers(counter, key, words):
-    """The vectors of Random123's kat_vectors, philox4x32 10."""
+    """The philox4x32 10 vectors of Random123's kat_vectors."""
     assert tuple(int(word) for word in rng.philox4x32(counter, key)) == words
 
 
 def philox(counter, key):
-    """Philox4x32-10 in Python's own integers."""
+    """Philox4x32-10 in Python integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -42,7 +42,7 @@ def philox(counter, key):
 
 
 def draws(rows, width, seed, offset):
-    """The 16-bit draw of every element, one at a time."""
+    """Return the 16-bit draw of each element, computed one at a time."""
     lane_width = 16 * math.ceil(math.ceil(width / 8) / 16)
     key = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
 
@@ -55,7 +55,7 @@ def draws(rows, width, seed, offset):
 
 
 def kept(rows, width, p, seed, offset, device="cpu"):
-    """The mask an implementation draws, through the operator."""
+    """Return the keep-mask [rows, width] that the operator draws."""
     state = torch.tensor([seed, offset], device=device)
     ones = torch.ones(rows, width, device=device)
     out = torch.ops.npu_ops.bias_dropout_add(
@@ -157,14 +157,14 @@ def test_mask_does_not_depend_on_threads(number):
 
 
 def sigmas(mask, probability):
-    """How many standard deviations the kept share is from `probability`."""
+    """Return the distance of the kept share from `probability`, in standard deviations."""
     n = mask.numel()
     return (mask.sum().item() - n * probability) / math.sqrt(n * probability * (1 - probability))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_keep_rate(p):
-    """10^7 draws within 5 sigma of 1 - p, which the 16-bit threshold meets to 2^-17."""
+    """The kept share of 10^7 draws is within 5 sigma of 1 - p rounded to 16 bits."""
     mask = kept(2500, 4000, p, 11, 13)
     exact = 1 - round(p * 65536) / 65536
     assert abs(exact - (1 - p)) <= 2**-17
@@ -174,13 +174,14 @@ def test_keep_rate(p):
 def test_keep_rate_is_even_over_rows_and_columns():
     mask = kept(2048, 2048, 0.5, 17, 19).float()
     for dim in (0, 1):
-        deviations = (mask.mean(dim) - 0.5) * 2 * math.sqrt(2048)  # standard normal if unstructured
+        # standard normal if draws are independent
+        deviations = (mask.mean(dim) - 0.5) * 2 * math.sqrt(2048)
         assert deviations.abs().max() < 5.5
         assert 0.9 < deviations.std() < 1.1
 
 
 def correlation(a, b):
-    """Of two masks, in standard deviations of the one between independent masks."""
+    """Return the correlation of two masks, in standard deviations for independent masks."""
     a, b = ((x.double() - x.double().mean()).flatten() for x in (a, b))
     return (a @ b / (a.norm() * b.norm())).item() * math.sqrt(a.numel())
 
@@ -213,7 +214,7 @@ def test_nearby_seeds_and_offsets_are_not_correlated(bit):
 
 
 def test_draws_are_uniform():
-    """Chi-square of the high and the low byte of every word, 256 bins each."""
+    """Chi-square test of each byte of each word, with 256 bins."""
     words = rng.philox4x32((torch.arange(250_000), 1, 2, 3), (4, 5))
     for word, shift in itertools.product(words, (0, 8, 16, 24)):
         counts = np.bincount((word >> shift & 0xFF).numpy(), minlength=256)

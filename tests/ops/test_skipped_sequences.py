@@ -1,6 +1,6 @@
-"""Sequences that a server skips: what they hold is not read, in any function, on any device.
+"""Sequences that a server skips: no function reads what their rows hold, on any device.
 
-And the gate of gated_delta_rule_update where its factors are no floats.
+Also the gate of gated_delta_rule_update where one of its factors overflows.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def draw(*shape):
 
 
 def rule(**changes):
-    """Three sequences of two tokens; the second is skipped."""
+    """Return a call of three sequences with two tokens each; the second is skipped."""
     return {
         "qkv": draw(6, 2 * 2 * 8 + 4 * 12) + 0.5, "a": draw(6, 4), "b": draw(6, 4),
         "A_log": draw(4), "dt_bias": draw(4), "state": draw(9, 4, 12, 8),
@@ -39,7 +39,7 @@ def conv(**changes):
 
 
 def run(function, call, implementation, device):
-    """The output, and what was written, on the CPU."""
+    """Return the output and the written tensors, on the CPU."""
     call = on_device({n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.items()},
                      device)  # fmt: skip
     with forced(implementation, function):
@@ -76,7 +76,7 @@ def convs():
 
 
 def check(function, call, tokens, implementation, device):
-    """`tokens` of the output are 0; the rest is as with numbers that would be right there."""
+    """`tokens` of the output are 0; all else is as if their rows held valid numbers."""
     for name in tokens:
         call[name] = call[name].clone()
         rows = call[name].flatten(0, 1) if call[name].dim() == 3 else call[name]
@@ -112,7 +112,7 @@ def test_of_the_convolution(what, implementation, device):
 @pytest.mark.parametrize("A_log, raw", [(89, -120), (89, -20), (95, -100), (170, -180)])
 @of_rule
 def test_a_gate_of_factors_beyond_floats(A_log, raw, implementation, device):
-    """exp(A_log) overflows, softplus vanishes; the decay is what it is."""
+    """exp(A_log) overflows and softplus underflows, but their product is finite and exact."""
     call = rule(a=torch.full((6, 4), float(raw)), A_log=torch.full((4,), float(A_log)))
     call |= {"dt_bias": torch.zeros(4), "state_indices": torch.tensor([7, 1, 2])}
     expected = run(RULE, floats(call, torch.float64), "reference", "cpu")

@@ -1,4 +1,4 @@
-"""A softplus of another beta and threshold, in what computes gates inside: gdn_gate's formula."""
+"""softplus with other beta and threshold: functions that compute gates use gdn_gate's formula."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from npu_ops.ops.gated_delta_rule_update.cases import TOLERANCES
 
 
 def arguments(device):
-    """Six sequences of four tokens, on a pool of nine slots."""
+    """Return six sequences of four tokens on a pool of nine slots."""
     draw = torch.Generator().manual_seed(0)
     shapes = {
         "qkv": (24, 80), "a": (24, 4), "b": (24, 4), "A_log": (4,), "dt_bias": (4,),

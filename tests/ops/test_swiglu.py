@@ -1,4 +1,4 @@
-"""swiglu: what it alone promises. What every op promises: test_contract.py."""
+"""swiglu: what it promises beyond the contract in test_contract.py."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def of_transformers(gate, up):
 
 @IMPLEMENTATIONS
 def test_it_is_transformers(implementation, device):
-    """Gradients too."""
+    """Compare outputs and gradients."""
     inputs = drawn(3, 5, 48)
     expected = evaluate(of_transformers, inputs, ("gate", "up"))
     assert_all_close(run(implementation, on_device(inputs, device)), expected, twice(TOLERANCES))
@@ -47,7 +47,7 @@ def test_it_is_transformers(implementation, device):
 
 @IMPLEMENTATIONS
 def test_transformers_in_bfloat16(implementation, device):
-    """It rounds silu(gate), so it may be two roundings away; ours is one from fp64."""
+    """transformers rounds silu(gate), so it may be two roundings away; ours is one from fp64."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     actual = run(implementation, on_device(inputs, device))["output 0"].cpu()
     one = ROUNDED_ONCE[torch.bfloat16]
@@ -60,7 +60,7 @@ def in_one(gate, up):
 
 
 def as_views(gate, up):
-    """Of one buffer: what a server's projection gives."""
+    """Pass gate and up as views of one buffer, as a server's fused projection gives them."""
     width = gate.shape[-1]
     both = torch.cat([gate, up], -1)
     return npu_ops.swiglu(both[..., :width], both[..., width:])
@@ -70,13 +70,13 @@ def as_views(gate, up):
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
 @pytest.mark.parametrize("shape", [(7, 96), (2, 3, 1216), (2, 5000), (3, 1)])
 def test_both_in_one_have_the_bits_of_two_tensors(shape, dtype, implementation, device):
-    """So that a trainer with two projections and a server with one have the same numbers."""
+    """A trainer with two projections and a server with a fused one get the same bits."""
     inputs = on_device(drawn(*shape, dtype=dtype), device)
     expected = run(implementation, inputs)
     with forced(implementation, "swiglu", "swiglu_backward"):
         found = [evaluate(function, inputs, ("gate", "up")) for function in (in_one, as_views)]
     for actual in found:
-        if implementation == "reference":  # PyTorch's sigmoid has other bits at a row's end
+        if implementation == "reference":  # PyTorch's sigmoid rounds differently at a row's end
             assert_all_close(actual, expected, TOLERANCES)
         else:
             assert all(torch.equal(actual[name], value) for name, value in expected.items())
@@ -84,7 +84,7 @@ def test_both_in_one_have_the_bits_of_two_tensors(shape, dtype, implementation, 
 
 @IMPLEMENTATIONS
 def test_a_token_is_computed_by_itself(implementation, device):
-    """Bit for bit, beside any others."""
+    """Its bits do not depend on other tokens."""
     inputs = on_device(drawn(70, 1216, dtype=torch.bfloat16), device)
     whole = run(implementation, inputs)
     for rows in (slice(0, 1), slice(5, 22)):
@@ -94,7 +94,7 @@ def test_a_token_is_computed_by_itself(implementation, device):
 
 @IMPLEMENTATIONS
 def test_gates_that_are_wide_open_or_shut(implementation, device):
-    """exp(-gate) is infinite where float32 has no such number: the result is 0, and no NaN."""
+    """exp(-gate) may overflow to infinity; the result is then 0, without NaN."""
     gate = torch.tensor([[-1e30, -200.0, -89.0, -20.0, 0.0, 20.0, 89.0, 200.0, 1e30]])
     inputs = {"gate": gate, "up": torch.full_like(gate, 0.5)}
     expected = run("reference", floats(inputs, torch.float64))
@@ -111,7 +111,7 @@ def test_views_of_one_buffer_are_not_copied():
 
 
 def test_backward_keeps_the_inputs_alone():
-    """Not silu(gate), which it computes again."""
+    """It recomputes silu(gate) instead of saving it."""
     kept = []
     inputs = [x.requires_grad_() for x in drawn(4, 8).values()]
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
@@ -121,7 +121,7 @@ def test_backward_keeps_the_inputs_alone():
 
 @pytest.mark.parametrize("grad", DTYPES, ids=named)
 def test_a_gradient_of_another_dtype(grad):
-    """Megatron weighs the gradient of an expert's result in fp32."""
+    """Megatron multiplies an expert's gradient by its weight in fp32."""
     inputs = drawn(5, 24, dtype=torch.bfloat16)
     of_out = torch.randn(5, 24).to(grad)
     actual = op.backward(of_out, *inputs.values())

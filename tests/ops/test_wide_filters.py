@@ -1,4 +1,7 @@
-"""Filters of 5 to 8 taps in causal_conv1d_qkv and causal_conv1d_update; causal_conv1d has cases."""
+"""Filters of 5 to 8 taps in causal_conv1d_qkv and causal_conv1d_update.
+
+The cases of causal_conv1d already include such filters.
+"""
 
 import types
 
@@ -15,7 +18,7 @@ from npu_ops.ops.causal_conv1d_qkv.cases import TOLERANCES as QKV_TOLERANCES
 from npu_ops.ops.causal_conv1d_update import op as update
 
 WIDTHS = pytest.mark.parametrize("width", [5, 6, 7, 8])
-# Implementations whose kernels have a variable for each tap.
+# Implementations whose kernels have one variable per tap, at most 4.
 NARROW = {"triton_ascend", "ascendc"}
 
 
@@ -24,7 +27,7 @@ def drawn(*shape):
 
 
 def refused(implementation, width, function, *args, **kwargs):
-    """Whether an implementation takes no such filter; then it says so."""
+    """Check that an implementation with narrow kernels raises; return whether it is one."""
     if implementation in NARROW:
         with pytest.raises(RuntimeError, match=f"a filter of {width} taps has more than 4"):
             function(*args, **kwargs)
@@ -40,7 +43,7 @@ def test_kernels_with_a_name_for_each_tap_have_four(width):
 @WIDTHS
 @pytest.mark.parametrize("implementation, device", implementations(qkv.forward.table))
 def test_qkv(width, implementation, device):
-    """Packed sequences that are shorter than the filter, with norms, states and gradients."""
+    """Packed sequences shorter than the filter, with norms, states and gradients."""
     inputs = {
         "x": drawn(1, 23, 48), "weight": drawn(48, width), "bias": drawn(48),
         "initial_state": drawn(4, 48, width),

@@ -1,7 +1,7 @@
-"""Wrong calls, by the WRONG of every op's `cases.py` and by what all functions refuse.
+"""Invalid calls: the WRONG list of every op's `cases.py`, and what every function refuses.
 
-A wrong call raises the same type with the same text on every path: by each implementation, eager
-and compiled, with and without a gradient, in the first call and in later ones. It changes nothing.
+An invalid call raises the same error on every path: by each implementation, eager and compiled,
+with and without gradient, in the first call and later ones. It changes nothing.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def right(wrong):
 
 
 def refusals(call):
-    """What every function refuses: arguments that are no tensors, of other dtypes, elsewhere."""
+    """Yield (error, message, change) that every function refuses: other types, dtypes, devices."""
     arguments, (first, *others) = call.arguments(), calls.floats(call)
     annotations = inspect.signature(getattr(npu_ops, call.function)).parameters
     integer = [name for name in call.tensors() if not arguments[name].is_floating_point()]
@@ -52,7 +52,7 @@ def refusals(call):
 
 
 def refusals_of_given(wrong):
-    """The same of tensors that only some right calls have."""
+    """Yield the same for tensors that only some valid calls have."""
     arguments, usual = right(wrong), CALLS[wrong.call].tensors()
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and name not in usual:
@@ -89,7 +89,7 @@ every_wrong = pytest.mark.parametrize("wrong", [*DECLARED, *GENERAL], ids=str)
 
 
 def on(device, arguments):
-    """Arguments on a device; what is on the meta device stays."""
+    """Return the arguments on a device; tensors on meta stay there."""
 
     def move(value):
         if isinstance(value, tuple) and all(isinstance(x, torch.Tensor) for x in value):
@@ -101,8 +101,9 @@ def on(device, arguments):
 
 
 def complaint(wrong, device="cpu", function=None):
-    """The text with which a wrong call is refused; it changes nothing and draws no numbers."""
-    arguments = on(device, changed(on(device, right(wrong)), wrong.change))  # strides too
+    """Return the message of an invalid call, which must change no argument and draw no numbers."""
+    # moved twice: a change may set strides
+    arguments = on(device, changed(on(device, right(wrong)), wrong.change))
     before, state = snapshot(arguments), torch.get_rng_state()
     with pytest.raises(Exception) as raised:
         (function or function_of(wrong))(**arguments)
@@ -112,7 +113,7 @@ def complaint(wrong, device="cpu", function=None):
 
 
 def snapshot(arguments):
-    """Every tensor's bits and version."""
+    """Return each tensor's version and bits, by name."""
     return {
         name: (value._version, value.detach().cpu().contiguous().view(torch.uint8).tolist())
         for name, value in arguments.items()
@@ -127,14 +128,15 @@ def call_right(wrong, device):
 @pytest.mark.parametrize("device", devices())
 @every_wrong
 def test_a_wrong_call_is_refused_in_one_way(wrong, device):
-    """The first, the second and the fifth call, and those of the reference."""
+    """The same message in the first, second and fifth call, without gradients and
+    by the reference."""
     if wrong.reads and device != "cpu":
-        return call_right(wrong, device)  # what a device does then, the ops' own tests say
+        return call_right(wrong, device)  # each op's own tests cover devices
     first = complaint(wrong, device)
     assert first.startswith(wrong.says) and FORM.match(first)
     assert ".h:" not in first and ".cpp:" not in first
     known, names = inspect.signature(function_of(wrong)).parameters, NAMES.match(first)
-    assert not names or names[1] not in known or names[2] in known  # k of qkv is known to callers
+    assert not names or names[1] not in known or names[2] in known  # callers know qkv's k
     later = [complaint(wrong, device)]
     for _ in range(3):
         call_right(wrong, device)
@@ -160,7 +162,7 @@ def test_explain_makes_the_same_complaint(wrong):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled_calls_are_refused_in_the_same_way(call):
-    """One of each type of error. Of values, which operators read then, test_index_values.py."""
+    """One call per type of error. Operators check index values: see test_index_values.py."""
     of_call = {w.error: w for w in DECLARED if w.call == call and not w.reads}
     for wrong in of_call.values():
         torch._dynamo.reset()
@@ -170,7 +172,7 @@ def test_compiled_calls_are_refused_in_the_same_way(call):
 
 @pytest.mark.parametrize("wrong", RIGHT, ids=lambda wrong: f"{wrong.call}-{[*wrong.given]}")
 def test_the_right_calls_are_right(wrong):
-    """Or every mistake would be found for the wrong reason."""
+    """Otherwise an invalid call might fail for another reason than its change."""
     call_right(wrong, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Rows as benchmarks would make them, of numbers that are made up: for what is done with rows."""
+"""Benchmark rows with invented numbers, for tests of code that reads rows."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ from npu_ops_tools.bench.sweep import MODES
 
 SIZES = (1, 16, 128, 1024, 8192, 32768)
 SHAPE = "qwen3.5-9b = qwen3-next-80b-a3b = qwen3.5-35b-a3b tp1"
-# Each peer's time as a multiple of ours.
+# Time of each provider, relative to npu-ops.
 PEERS = {"npu-ops": 1.0, "transformers": 6.0, "torch.compile": 2.5, "Megatron": 4.0}
 
 
 def row(**changes) -> Row:
-    """2 ms, stable, of l2norm at 128 tokens."""
+    """Return a row of l2norm at 128 tokens, by default stable at 2 ms."""
     ms = changes.pop("ms", 2.0)
     made = {
         "op": "l2norm", "shape": SHAPE, "size": 128, "unit": "tokens", "mode": "forward",
@@ -28,7 +28,10 @@ def row(**changes) -> Row:
 
 
 def sweep(op="l2norm", device="cpu", machine="A Processor", flop=None) -> list[Row]:
-    """All sizes of one shape in every mode, the middle of others; what is short is unstable."""
+    """Return rows of one shape at all sizes and modes, and of others at one size.
+
+    Megatron's smallest size is unstable.
+    """
     places = [(SHAPE, size, mode, "bfloat16") for size in SIZES for mode in MODES]
     places += [(SHAPE, 1024, mode, dtype) for mode in MODES for dtype in ("float32", "float16")]
     others = (SHAPE.replace("tp1", "tp4"), SHAPE.replace("tp1", "tp8"), "qwen3-vl-8b tp1")
@@ -47,7 +50,7 @@ def sweep(op="l2norm", device="cpu", machine="A Processor", flop=None) -> list[R
 
 
 def absent(**changes) -> Row:
-    """A peer that could not be timed."""
+    """Return the row of a provider that could not be timed."""
     numbers = {f.name: None for f in dataclasses.fields(Row) if "None" in str(f.type)}
     said = {"state": "absent", "note": "its kernels run on GPUs alone", "provider": "flash-attn"}
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""A benchmark times what is right, says how sure it is, and keeps one row for each key."""
+"""Benchmarks time only correct results, give intervals, and keep one row per key."""
 
 import dataclasses
 import itertools
@@ -67,7 +67,7 @@ def test_a_backward_alone_is_of_a_later_call():
 
 
 def test_all_modes_of_what_draws_drop_the_same():
-    """The gradients of a backward are kept for the next mode, and must not be of other draws."""
+    """The gradients kept for the next mode must use the same dropout mask."""
     (sweep,) = (x for x in load(discover()["bias_dropout_add"]) if x.random)
     for benchmark in sweep.benchmarks(quick=True):
         work.Work(benchmark, "cpu").errors()
@@ -108,7 +108,7 @@ def test_what_is_absent_is_named():
 
 
 def test_a_star_has_every_size_dtype_model_and_number_of_ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "MEGATRON", tmp_path / "none")  # takes seconds to import
+    monkeypatch.setattr(peers, "MEGATRON", tmp_path / "none")  # importing it takes seconds
     for op, path in discover().items():
         for sweep in load(path):
             found = list(sweep.benchmarks())
@@ -151,7 +151,7 @@ def test_times_are_taken_in_turns_until_all_are_known(monkeypatch):
     found = timing.interleaved(
         {"a": lambda: calls.append("a") or 0, "b": lambda: calls.append("b") or 0}, "cpu", 60.0
     )
-    turns = calls[6:]  # each was called three times to see how long it takes
+    turns = calls[6:]  # three calls each came first, to estimate the time
     assert [set(pair) for pair in zip(turns[::2], turns[1::2], strict=True)] == [{"a", "b"}] * 7
     assert turns[:4] == ["b", "a", "a", "b"] and len(found["a"].seconds) == timing.LEAST_RUNS
 
@@ -163,10 +163,10 @@ def test_what_does_not_settle_ends(monkeypatch):
     assert not found["a"].stable() and len(found["a"].seconds) > timing.LEAST_RUNS
 
 
-# In MiB. Linux counts pages for each processor in batches and does not show unfinished batches:
-# VmRSS "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two for each processor.
-# The error
-# occurs twice: in the count before and in the count after.
+# In MiB. Linux counts pages per processor in batches and does not show unfinished batches: VmRSS
+# "is
+# inaccurate", says proc_pid_status(5). A batch has 32 pages, or two per processor. The error occurs
+# twice: in the count before and in the count after.
 MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -257,7 +257,7 @@ def test_only_what_is_named_is_timed(tmp_path):
 
 
 def test_pytest_runs_the_same_definitions(tmp_path):
-    # Without xdist's variables, because pytest-benchmark times nothing in a worker of xdist's.
+    # Without xdist's variables: in an xdist worker pytest-benchmark times nothing.
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_XDIST")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-W", "ignore", where.ROOT / "benchmarks",
@@ -277,11 +277,11 @@ def test_an_op_without_a_benchmark():
 
 
 def test_torch_compiles_every_size(monkeypatch):
-    """After eight it would give up, and its rows be eager's."""
+    """By default torch.compile gives up after 8 recompilations, and the rows would be eager's."""
     import torch._dynamo.config as dynamo
 
     monkeypatch.setattr(dynamo, "recompile_limit", 8)
     made = []
     monkeypatch.setattr(torch, "compile", lambda f: made.append(dynamo.recompile_limit) or f)
     (first, *_) = dataclasses.replace(SWEEP, compiled="eager").benchmarks()
-    assert "torch.compile" in first.peers and made[0] > 3 * 6 * 3  # sizes, dtypes, modes
+    assert "torch.compile" in first.peers and made[0] > 3 * 6 * 3  # sizes, dtypes and modes

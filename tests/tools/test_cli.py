@@ -1,4 +1,4 @@
-"""The command, as a user types it."""
+"""The command line, run as a user does."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def call(*arguments, code=0):
 
 
 def command(*arguments, code=0, **changes):
-    """Run npu-ops in a subprocess, whose environment has `changes`."""
+    """Run npu-ops in a subprocess with `changes` to its environment; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_tools", *map(str, arguments)],
         env=os.environ | changes,
@@ -70,12 +70,13 @@ def test_explain_attention():
 @pytest.mark.parametrize("device", ["npu", "cuda", "cuda:1", "cpu:1", "nope", "meta", "", "npu:x"])
 @pytest.mark.parametrize("verb", ["verify", "tune", "bench", "parity", "demo", "replay"])
 def test_a_device_that_is_not_here_is_one_sentence(verb, device, tmp_path, monkeypatch):
-    """Of every command with --device, before anything is started."""
+    """Holds for every command with --device, before it starts anything."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware, "npu_why_not", lambda: "torch_npu is not installed")
     torch.save({"op": "l2norm", "implementation": "cpu", "device": "cpu"}, tmp_path / "file.pt")
     file = ["file.pt"] if verb == "replay" else []
-    named = {"demo": ["npu"], "verify": ["npu", "cuda"], "tune": ["npu", "cuda"]}  # enums
+    # those with an enum
+    named = {"demo": ["npu"], "verify": ["npu", "cuda"], "tune": ["npu", "cuda"]}
     if device not in named.get(verb, [device]):
         assert "is not one of" in call(verb, "--device", device, code=2)
         return
@@ -90,7 +91,7 @@ def test_where_of_something_else():
 
 
 def of_megatron(found):
-    """The patches of the one framework that these tests have; Megatron-Bridge is another."""
+    """Return the rows of Megatron-Core's patches, without Megatron-Bridge's."""
     return [row for row in found["patches"] if row["target"].startswith("megatron.core.")]
 
 
@@ -104,13 +105,13 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
     native = "cpu" if npu_ops.build_info()["native"] else "reference"
     for op in where.ops():
         assert taken[op, "cpu"] == native
-    assert {row["device"] for row in found["implementations"]} == {"cpu"}  # the one that is here
+    assert {row["device"] for row in found["implementations"]} == {"cpu"}  # the only device here
     adapters = where.ROOT / "python" / "npu_ops_adapters" / "megatron"
     adapted = [op for op in where.ops() if (adapters / f"{op}.py").exists()]
     patches = of_megatron(found)
     assert {row["state"] for row in patches} == {"applied"}
     others = {"jit_fuser", "gated_delta_net", "gdn_decay", "checkpoint"}
-    # In this version of Megatron the gates are inline, and decoding does not use fla's functions.
+    # This version of Megatron computes gates inline, and its decoding uses none of fla's functions.
     of_later = {"gdn_gate", "causal_conv1d_update", "fused_recurrent_gated_delta_rule"}
     expected = {*adapted, *others} - of_later
     assert {row["op"] for row in patches} == expected
@@ -120,7 +121,7 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
 def test_doctor_without_frameworks():
     shown = command("doctor", COLUMNS="200")
     assert "mindspeed, 13 patches: not installed" in shown and "nothing amiss" in shown
-    assert max(map(len, shown.splitlines())) <= 80  # whatever the terminal's width
+    assert max(map(len, shown.splitlines())) <= 80  # however wide the terminal
 
 
 def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
@@ -135,7 +136,7 @@ def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
     found = json.loads(done.stdout)
     states = {(row["state"], row["detail"]) for row in of_megatron(found)}
     assert states == {("does not import", "RuntimeError: half installed")}
-    (sentence,) = found["not in force"]  # one for all that have one reason
+    (sentence,) = found["not in force"]  # one sentence per reason
     assert sentence.startswith(f"megatron.core, {len(of_megatron(found))} patches (")
     assert sentence.endswith("): does not import: RuntimeError: half installed")
     assert done.returncode == 1
@@ -143,7 +144,7 @@ def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
 
 @pytest.fixture
 def broken_backend(tmp_path):
-    """Variables with which `import torch` fails, as with torch_npu where CANN is missing."""
+    """Return variables that make `import torch` fail, as torch_npu does without CANN."""
     folder = tmp_path / "broken-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
@@ -171,7 +172,7 @@ def test_doctor_goes_on_where_a_backend_of_torch_does_not_load(broken_backend):
 
 
 def test_doctor_finds_a_checkout_on_the_path(tmp_path):
-    """It has no metadata, as a clone of Megatron that training scripts put on PYTHONPATH."""
+    """A checkout on PYTHONPATH has no package metadata, e.g. a clone of Megatron."""
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("__version__ = '0.99.0'")
@@ -227,7 +228,7 @@ def test_demo_without_megatron(tmp_path):
 
 
 VERBS = typer.main.get_command(app).commands
-# Commands whose results are pages, files or another program.
+# Commands whose results are pages, files or the output of another program.
 WITHOUT_A_TABLE = {"demo", "new-op", "report", "verify"}
 
 

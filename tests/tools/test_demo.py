@@ -1,4 +1,4 @@
-"""What the demo trains on, and that its comparison can fail."""
+"""The demo's training data, and that its comparison detects differences."""
 
 import sys
 
@@ -69,7 +69,7 @@ def test_the_hybrid_trains_where_megatron_has_gated_delta_net(tmp_path, monkeypa
 
 
 def test_positions_are_qwen3_vls():
-    """Against transformers, which numbers tokens of a real prompt with one image."""
+    """Compare with transformers, which numbers the tokens of a prompt with one image."""
     config = Qwen3VLConfig()
     config.vision_config.spatial_merge_size = 1
     grid, text = torch.full((3, 5), demo_data.FIRST_COLOUR), torch.arange(7)

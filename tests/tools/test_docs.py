@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, every function is on it, and its code runs."""
+"""The docs site builds without warnings, lists every function, and its code runs."""
 
 import os
 import pathlib
@@ -15,11 +15,11 @@ import npu_ops
 from npu_ops.core.registry import Table
 
 ROOT = pathlib.Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("docs")  # one site
+pytestmark = pytest.mark.xdist_group("docs")  # shares one build of the site
 PAGES = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))))
 CHINESE = [f"README{(SUFFIX := '.zh-CN.md')}", *(page for page in PAGES if page.endswith(SUFFIX))]
 PAGES = [page for page in PAGES if page not in CHINESE]
-LONGEST = 300  # lines of a page
+LONGEST = 300  # lines per page
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 
 
 def test_no_link_and_no_picture_leads_nowhere(site):
-    """The first page's picture too, which is HTML: a check of Markdown alone does not see it."""
+    """Includes the front page's picture, which is raw HTML and so no Markdown link."""
     assert list(HOOKS["missing_targets"](site)) == []
     pages = {
         str(page.relative_to(site)): HOOKS["_Page"](page.read_text())
@@ -89,12 +89,12 @@ def test_a_site_with_a_link_that_leads_nowhere_is_not_built(tmp_path, link):
     "words, page, result",
     [
         ("rms_norm_gated", "index.html", "api.html#npu_ops.ops.rms_norm_gated.rms_norm_gated"),
-        ("视觉塔", "zh-CN/index.html", "zh-CN/frameworks.html#vllm"),  # inside a sentence
+        ("视觉塔", "zh-CN/index.html", "zh-CN/frameworks.html#vllm"),  # within a sentence
     ],
     ids=["name", "Chinese"],
 )
 def test_it_is_searched_as_files(site, words, page, result):
-    """In Chromium, which starts no worker from a file; the search of the theme is one."""
+    """Opened as a file in Chromium, where no web worker may start; the theme's search needs one."""
     with playwright.sync_playwright() as running:
         system = shutil.which("chromium") or shutil.which("google-chrome")
         if not system and not pathlib.Path(running.chromium.executable_path).exists():
@@ -102,7 +102,7 @@ def test_it_is_searched_as_files(site, words, page, result):
         browser = running.chromium.launch(executable_path=system, args=["--no-sandbox"])
         view = browser.new_page()
         view.goto((site / page).as_uri())
-        # Typed key by key: the theme listens to keys and ignores a field that is filled at once.
+        # The theme listens to key events and ignores a field that is filled at once.
         view.locator("[data-md-component=search-query]").press_sequentially(words)
         view.wait_for_selector(".md-search-result__link")
         found = [
@@ -113,7 +113,7 @@ def test_it_is_searched_as_files(site, words, page, result):
 
 
 def test_names_in_tables_are_whole(site):
-    """The theme breaks code anywhere; the site's own style takes that back."""
+    """The theme breaks code at any character; the site's stylesheet turns that off."""
     assert "assets/site.css" in (site / "index.html").read_text()
     assert "td code { word-break: normal" in (site / "assets/site.css").read_text()
 
@@ -137,20 +137,20 @@ def test_no_page_is_long():
 
 
 def test_who_computes_what():
-    """The table of operators.md has the registry's implementations, in their order."""
+    """The table in operators.md lists the registry's implementations in order."""
     text = (ROOT / "docs/operators.md").read_text()
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([\w, ]+) \|$", text, re.M)
     shown = {name: chosen for names, chosen in rows for name in re.findall(r"\w+", names)}
     operators = {
         name: ", ".join(implementation.name for implementation in table.implementations)
         for name, table in Table.tables.items()
-        if "toy" not in name  # of test_new_op.py
+        if "toy" not in name  # from test_new_op.py
     }
     assert shown == operators
 
 
 def test_each_op_has_a_figure(tmp_path):
-    """Drawn anew, each has the size of the one that is committed; and the page describes it."""
+    """Each figure, drawn again, has the size of the committed one, and the page describes it."""
     figures = runpy.run_path(str(ROOT / "docs/figures.py"))
     figures["write"](tmp_path)
     text = (ROOT / "docs/operators.md").read_text()
@@ -170,7 +170,7 @@ def test_the_files_of_the_architecture_exist():
 
 
 def outline(page: str) -> dict:
-    """Of a page: levels of headings, code, links, and how many cells each line of a table has."""
+    """Return a page's heading levels, code blocks, links, numbers and cells per table row."""
     text = (ROOT / page).read_text()
     blocks = re.findall(r"^```.*?^```", text, re.M | re.S)
     links = re.findall(r"\]\(([^)]+)\)", text)
@@ -209,7 +209,7 @@ def test_the_site_switches_between_a_page_and_its_translation(site):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_its_code_runs(page):
-    """Each block by itself, in one process; it says what it prints where that is shown."""
+    """Each block runs with names of its own; lines of output that the page shows are right."""
     text = (ROOT / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     code = "\n".join(f"exec({block!r}, {{}})" for block in blocks)

@@ -1,4 +1,4 @@
-"""npu-ops doctor: what it says of each state, in 80 columns, and when it is an error."""
+"""npu-ops doctor: its text for each state within 80 columns, and its exit status."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ CANN = {"ASCEND_TOOLKIT_HOME": "cann"}
 
 @pytest.fixture
 def only_qwen3(monkeypatch):
-    """The doctor looks at one module of one framework alone."""
+    """Make doctor look at only one module of one framework."""
     watched = frozenset({HOME})
     monkeypatch.setattr(npu_ops_adapters, "modules", lambda: watched)
     monkeypatch.setattr(npu_ops_adapters, "load_plugins", lambda: None)
@@ -34,7 +34,7 @@ def rope(found):
 
 
 def found_with(**changes):
-    """What `collect` returns, with patches that need no framework."""
+    """Return what `doctor.collect` returns, with `changes`; no framework is needed."""
     return {
         "machine": doctor.machine(), "packages": dict.fromkeys(doctor.PACKAGES), "known bad": [],
         "build": {"why_not": None, "broken": False, "compiler": "g++", "cann": None},
@@ -122,7 +122,7 @@ def test_a_module_that_this_version_has_not():
     }
 
 
-# Implementations that were asked for
+# Implementations that the user forced
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_an_implementation_that_was_asked_for(impl, sentence):
 
 
 def always(versions, environ):
-    """What is wrong in every program."""
+    """Return the problems that affect every program."""
     return [found for found in known_bad.problems(versions, environ) if not found["when"]]
 
 
@@ -177,7 +177,7 @@ def test_sound_combinations(versions):
 
 
 def test_a_slice_that_torch_writes_to_another_place():
-    """By torch alone: the program of docs/help.md, which is wrong where the list says so."""
+    """The program in docs/help.md uses only torch; its result is wrong on the listed versions."""
     text = (where.ROOT / "docs/help.md").read_text().partition("## Faults of torch")[2]
     (program,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert "npu_ops" not in program
@@ -189,7 +189,7 @@ def test_a_slice_that_torch_writes_to_another_place():
     for found in known:
         assert found["when"] in found["what"] and found["source"].startswith("docs/help.md")
         torch._dynamo.reset()
-        with torch._inductor.config.patch(enable_auto_functionalized_v2=False):  # the fix it names
+        with torch._inductor.config.patch(enable_auto_functionalized_v2=False):  # the workaround
             torch.compile(names["write"], dynamic=True)(names["pool"].zero_())
         assert [float(part.mean()) for part in names["pool"].unbind(1)] == [0, 1]
 
@@ -211,7 +211,8 @@ def test_the_command_for_torch_npu_leaves_torch_as_it_is(version, release):
     assert command in " ".join(doctor.text(found_with(torch_npu=command)).split())
     (problem,) = always({"torch": version, "torch_npu": "2.1.0"}, CANN)
     assert command in problem["fix"]
-    assert "torch_npu" not in (where.ROOT / "pyproject.toml").read_text()  # no extra pins it
+    # no extra pins its version
+    assert "torch_npu" not in (where.ROOT / "pyproject.toml").read_text()
 
 
 def test_the_version_of_cann(monkeypatch, tmp_path):
@@ -225,7 +226,7 @@ def test_the_version_of_cann(monkeypatch, tmp_path):
 
 
 MODULES = [f"a.b.module_{n}" for n in range(30)]
-MANY = (  # states, and a part of what is said of each
+MANY = (  # states, and parts of their text
     (State.APPLIED, "", "host, 3 patches: applied"),
     (State.READY, "", "host, 3 patches: NOT IN FORCE: the adapters were not registered"),
     (State.REFUSED, "expected (t) (" + "versions, " * 30 + ")", "NOT IN FORCE: refused: expected"),
@@ -240,7 +241,7 @@ MANY = (  # states, and a part of what is said of each
 
 
 def in_state(state, detail, name="x"):
-    """A row of the doctor's."""
+    """Return a row of doctor's patches in this state."""
     target = f"host.{'deep.' * 9}modeling_{name}:{'long' * 14}"
     if isinstance(state, doctor.Missing):
         row = npu_ops_adapters.Status(target, "rope", State.WAITING)
@@ -249,7 +250,7 @@ def in_state(state, detail, name="x"):
 
 
 def shown(rows):
-    """The doctor's text of patches, on one line."""
+    """Return doctor's text for these patches, joined to one line."""
     return " ".join("\n".join(doctor._patches(rows)).split())
 
 
@@ -317,7 +318,7 @@ def test_a_broken_torch_npu_is_said(monkeypatch):
 
 
 def test_an_install_replaces_no_torch():
-    """Its requirement has no upper bound."""
+    """The torch requirement has no upper bound."""
     text = (where.ROOT / "pyproject.toml").read_text()
     (required,) = re.findall(r'^dependencies = .*"(torch[^"]*)"', text, re.M)
     assert required == "torch>=2.7"

@@ -1,4 +1,4 @@
-"""Every example of every help text does what the text says."""
+"""Every example in a help text does what the text says."""
 
 import json
 import re
@@ -31,8 +31,8 @@ MINE = """
         tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
 """
 REPORT = {"format": 1, "environment": {"npu_ops": "1"}, "results": []}
-# The messages of examples that need an NPU, without one; tests/model/test_calibration.py has a
-# report of one. `launches` needs a model of the reader's; tests/emulator/test_launches.py runs it.
+# Messages of the examples that need an NPU, or a report of one; tests/model/test_calibration.py has
+# such a report. `launches` needs a model folder; tests/emulator/test_launches.py runs it.
 DECLINED = {
     "npu-ops launches path/to/Qwen3.5-9B": "needs a folder with a config.json",
     "npu-ops verify": "device: there is no npu here",
@@ -48,7 +48,7 @@ def examples(verb):
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if examples(verb)])
 def test_examples_run(verb, tmp_path, monkeypatch):
-    """One after another, as a user who tries them."""
+    """They run one after another in one folder, as by a user who tries them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     monkeypatch.setattr(preferences, "cache", lambda: tmp_path / "kept" / "npu_ops" / "preferences")
@@ -72,7 +72,7 @@ def test_help_texts_have_examples():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_an_option_quotes_is_in_an_example(verb):
-    """So that it is run; and no help text hides an example in a sentence."""
+    """What a help text quotes appears in a tested example; no help text contains a command."""
     shown = " ".join(examples(verb))
     for option in VERBS[verb].params:
         for quoted in re.findall(r'"([^"]+)"', option.help or ""):

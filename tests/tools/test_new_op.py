@@ -1,4 +1,4 @@
-"""`npu-ops new-op`: in a clone, its files are all that a new op needs."""
+"""`npu-ops new-op`: the files that it writes are all that a new op needs."""
 
 import json
 import os
@@ -18,21 +18,21 @@ from typer.testing import CliRunner
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_LINES = 250
-pytestmark = pytest.mark.xdist_group("new op")  # one clone
+pytestmark = pytest.mark.xdist_group("new op")  # shares one clone
 
 
-SWEEPS = "toy", "contract", "every_function", "defaults", "rewritten"  # of tests/ops
+SWEEPS = "toy", "contract", "every_function", "defaults", "rewritten"  # in tests/ops
 LIST = "git", "ls-files", "--others", "--exclude-standard"
 
 
 def lines(folder, *command):
-    """What a command prints."""
+    """Return the lines that a command prints."""
     done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     return done.stdout.splitlines()
 
 
 class Clone:
-    """A copy of this repository that has an op `toy`."""
+    """A copy of this repository with a new op `toy`."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
@@ -41,7 +41,7 @@ class Clone:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         shutil.copy(ROOT / "npu_ops/_build_info.json", folder / "npu_ops")
-        (folder / ".cache").symlink_to(ROOT / ".cache")  # what tests of tools have fetched
+        (folder / ".cache").symlink_to(ROOT / ".cache")  # downloads of other tests
         who = "-c", "user.name=test", "-c", "user.email=test@example.org"
         for arguments in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "before")):
             subprocess.run(["git", *arguments], cwd=folder, check=True)
@@ -62,12 +62,15 @@ class Clone:
         return self.run(sys.executable, "-m", *arguments, **environment)
 
     def pytest(self, *arguments, **environment) -> int:
-        """How many tests passed; all did."""
+        """Return the number of tests that passed; any failure raises."""
         done = self.python("pytest", "-p", "no:cacheprovider", *arguments, **environment)
         return int(re.search(r"(\d+) passed", done)[1])
 
     def build(self) -> None:
-        """As `setup.py build_ext` would where the other objects are: it goes by their paths."""
+        """Compile toy's kernels and link them with this checkout's objects.
+
+        `setup.py build_ext` would compile all again, because objects are found by their paths.
+        """
         built = ROOT / f"build/native/torch-{torch.__version__}/npu_ops._native"
         objects = sorted(built.glob("csrc/*/*.o"))
         if not objects:
@@ -130,7 +133,7 @@ def test_tools_know_it(clone):
 
 @pytest.mark.parametrize("soc", SOCS)
 def test_rows_of_any_width_compile(clone, soc):
-    """Narrow rows, a row that is one tile, and rows that do not fit on chip."""
+    """Narrow rows, rows of exactly one tile, and rows that do not fit on chip."""
     cases = "--case=odd-t65", "--case=qwen3-8b-t64", "--case=wide-20000"
     command = "npu_ops_tools", "compile", "toy", "--dtype=float32", f"--soc={soc}"
     assert "6 kernels, 0 with faults" in clone.python(*command, *cases)

@@ -1,4 +1,4 @@
-"""npu-ops parity: it passes what is right, and only that."""
+"""npu-ops parity passes correct implementations, and only these."""
 
 import re
 
@@ -24,7 +24,8 @@ def test_every_op_of_a_model(dtype):
     shown = call("--model", "qwen3.5-9b", "--tp", "4", "--tokens", "6", "--dtype", dtype)
     head, columns, *rows = shown.splitlines()
     assert head.startswith(f"qwen3.5-9b, {dtype}, cpu: ") and columns.startswith("op ")
-    assert {row.split()[0] for row in rows} == {*ops()} - {"grouped_linear"}  # it has no experts
+    # the model has no experts
+    assert {row.split()[0] for row in rows} == {*ops()} - {"grouped_linear"}
     assert all(re.fullmatch(r"(\S+ +){3}[01]\.\d\d +([01]\.\d\d|-)", row) for row in rows), rows
     assert all(len(line) <= 80 for line in shown.splitlines())
 
@@ -32,7 +33,7 @@ def test_every_op_of_a_model(dtype):
 def test_a_model_without_gated_delta_net_has_none():
     listed = [op for op, _ in parity.of_model(MODELS["qwen3-vl-8b"], 4)]
     assert "mrope" in listed and "l2norm" not in listed
-    assert listed.count("attention") == 3  # text, decoding, the vision tower
+    assert listed.count("attention") == 3  # text, decoding and vision tower
 
 
 def test_some_ops():
@@ -73,11 +74,11 @@ def test_shapes_are_the_models():
 def test_wrong_arguments(arguments, said):
     result = CliRunner().invoke(app, ["parity", *arguments])
     assert result.exit_code == 2 and said in result.output
-    assert "parts of what is allowed" not in result.output  # the head of a table without rows
+    assert "parts of what is allowed" not in result.output  # the header of an empty table
 
 
 @pytest.mark.parametrize("asked", [["l2norm"], ["rope", "l2norm"]])
 def test_an_op_that_the_model_has_not_is_not_passed(asked):
-    """Nothing was compared."""
+    """No comparison ran, so the command must not succeed."""
     said = call(*asked, "--model", "qwen3-vl-8b", "--tokens", "4", code=2)
     assert "ops: got l2norm, which qwen3-vl-8b does not have" in said

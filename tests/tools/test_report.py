@@ -1,4 +1,4 @@
-"""The page that a report is, as a browser shows it: in Chromium, wide and narrow."""
+"""The report page, viewed in Chromium at several widths."""
 
 import csv
 import dataclasses
@@ -17,7 +17,7 @@ from npu_ops_tools.report import page, plots, summary
 from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
-pytestmark = pytest.mark.xdist_group("report")  # one browser
+pytestmark = pytest.mark.xdist_group("report")  # shares one browser
 ROWS = [
     *sweep("l2norm"),
     *sweep("attention", flop=10**6),
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     bench_rows.upsert(ROWS, folder)
     (folder / "ops.csv").write_text(MODEL)
     (folder / "compiled.csv").write_text(COMPILED)
-    (folder / "other.csv").write_text("a,b\n1,2\n")  # not ours to read
+    (folder / "other.csv").write_text("a,b\n1,2\n")  # not a file of ours
     done = CliRunner().invoke(app, ["report", str(folder), "-o", str(folder / "page")])
     assert done.exit_code == 0, done.output
     return folder / "page"
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium of the system, or playwright's (`playwright install chromium`)."""
+    """Start the system's Chromium, or playwright's (`playwright install chromium`)."""
     system = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         downloaded = pathlib.Path(playwright.chromium.executable_path).exists()
@@ -65,7 +65,7 @@ def browser():
 
 @pytest.fixture(scope="module", params=[1280, 390])
 def opened(request, browser, folder):
-    """The page at a width, all of it unfolded, and what it asked the network for."""
+    """Yield the page at one width with all details open, its requests and its errors."""
     view = browser.new_page(viewport={"width": request.param, "height": 900})
     asked, failed = [], []
     view.on("request", lambda r: asked.append(r.url))
@@ -127,7 +127,7 @@ def test_no_labels_overlap(opened):
     assert found == []
     smallest = view.evaluate("""() => Math.min(...[...document.querySelectorAll("svg.plot text")]
         .map(e => e.getBoundingClientRect().height))""")
-    assert smallest >= 11  # pixels, of a line of text
+    assert smallest >= 11  # font size in pixels
 
 
 def test_a_screen_reader_finds_words_and_tables(opened):
@@ -135,8 +135,7 @@ def test_a_screen_reader_finds_words_and_tables(opened):
     plots = view.locator("svg.plot")
     assert plots.count() == view.locator("svg.plot[role=img][aria-label]").count() > 0
     assert view.locator("html[lang=en]").count() == 1
-    # On a phone the table is laid out as blocks; only its roles make it a table for a screen
-    # reader.
+    # On a phone CSS shows the table as blocks, so screen readers need explicit table roles.
     cells = view.locator("table[role=table] td").count()
     assert cells == view.locator("table[role=table] td[role=cell]").count() > 0
     assert view.get_by_role("cell").count() > len(TIMED)
@@ -161,7 +160,7 @@ def test_ops_are_folded_and_a_link_unfolds_one(browser, folder):
     view = browser.new_page()
     view.goto((folder / "index.html").as_uri())
     unfolded = view.locator("details.op[open] > summary")
-    assert unfolded.all_inner_texts() == ["l2norm"]  # the one op of its device
+    assert unfolded.all_inner_texts() == ["l2norm"]  # the only op of this device
     view.locator(".matrix a", has_text="rope").click()
     assert sorted(unfolded.all_inner_texts()) == ["l2norm", "rope"]
     view.close()
@@ -169,7 +168,7 @@ def test_ops_are_folded_and_a_link_unfolds_one(browser, folder):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_in_light_and_dark(browser, folder, scheme):
-    """WCAG's contrast of at least 4.5, for text, and 3 for lines."""
+    """WCAG requires a contrast of 4.5 for text and 3 for lines."""
     view = browser.new_page(color_scheme=scheme)
     view.goto((folder / "index.html").as_uri())
     names = ["text", "quiet", "good", "bad", *(f"s{n}" for n in range(page.STYLES)), "roof", "page"]
@@ -264,7 +263,7 @@ def test_the_page_names_what_was_measured(folder):
     assert "None of these times is an NPU's" in text
     assert "npu-ops bench l2norm --only" in text
     assert "Nothing here was measured" in text and "22 to 42.2" in text
-    assert "21,289" in text  # bytes for each of 512 tokens
+    assert "21,289" in text  # bytes per token, of 512
     assert all(name in text for name in PEERS)
 
 
@@ -272,7 +271,7 @@ def test_markdown_has_the_same_numbers(folder):
     text = (folder / "report.md").read_text()
     assert "| attention | 6.00 (6.00) | 2.50 (2.50) | 4.00 (4.00) |" in text
     assert "unstable |" in text and page.readable(SHAPE) in text
-    assert "0.67" in text  # rope against SDPA
+    assert "0.67" in text  # speed of rope relative to SDPA
 
 
 def test_shapes_are_readable():
@@ -296,7 +295,7 @@ def test_ticks_are_round_and_apart(values, log, said):
     assert [label for _, label in axis.ticks] == said
 
 
-@settings(deadline=None)  # of a machine that others use, too
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.just(0.0) | st.floats(1e-9, 1e9), min_size=1, max_size=6), st.booleans())
 @example([0.25, 0.25], False)
 @example([0.0], True)

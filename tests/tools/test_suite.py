@@ -1,4 +1,4 @@
-"""The tests themselves."""
+"""Tests of the test suite."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ def test_group(n):
 
 
 def test_tests_of_a_group_run_in_one_process(tmp_path):
-    """Or what a group shares, as a framework's process, is made in each."""
+    """Otherwise each worker would create the group's shared resources again."""
     (tmp_path / "test_group.py").write_text(GROUP)
     command = [sys.executable, "-m", "pytest", "--numprocesses", "2", "--dist", "loadgroup"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What doctor says of a torch, and that the tables of images are those of the files."""
+"""What doctor says of a torch version, and that image tables agree with the packaging files."""
 
 import re
 import sys

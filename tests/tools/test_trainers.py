@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 
 def found(*absent, npus=8, bad=()):
-    """What `doctor.collect` finds where all is installed but what is `absent`."""
+    """Return what `doctor.collect` finds if all packages but `absent` are installed."""
     packages = {name: None if name in absent else "1.0" for name in doctor.PACKAGES}
     machine = {"npu devices": npus, "no npu because": "no device answers"}
     return {
@@ -66,7 +66,7 @@ def test_torch_npu_is_asked_for_by_its_command():
 
 @pytest.mark.parametrize("name", trainers.TRAINERS)
 def test_the_command_on_this_machine(name):
-    """Nothing of a trainer is installed where these tests run."""
+    """No trainer is installed where these tests run."""
     done = CliRunner().invoke(app, ["doctor", "--trainer", name])
     assert done.exit_code == 1
     assert f"{name}, and what it needs" in done.output

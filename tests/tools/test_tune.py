@@ -1,4 +1,4 @@
-"""`npu-ops tune`: what it times, what it chooses, and that it is chosen then."""
+"""`npu-ops tune`: what it times and chooses, and that dispatch then uses the choice."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from test_cli import call, command
 
 from npu_ops.core import preferences
 
-# Makes l2norm's CPU kernel a hundred times slower, and its backward wrong.
+# Slows l2norm's CPU kernel a hundredfold, and makes its backward wrong.
 SLOW = """
 import dataclasses, time
 from npu_ops.core.registry import Table
@@ -34,7 +34,7 @@ table.implementations = tuple(
 
 
 def test_it_chooses_what_is_fastest(tmp_path):
-    """With a kernel that is slowed down: by a timing on this machine, in a process of its own."""
+    """Times a slowed kernel on this machine, in another process."""
     (tmp_path / "slowed.py").write_text(textwrap.dedent(SLOW))
     here = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     settings = ("--device", "cpu", "--only", "l2norm", "--model", "qwen3.5-9b", "--tokens", 64)
@@ -85,7 +85,7 @@ def test_what_declines_a_call_leaves_it_to_the_first():
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """A table of this processor in the user's cache."""
+    """Write a table for this CPU to the user's cache, and return its path."""
     monkeypatch.setattr(preferences, "cache", lambda: tmp_path)
     rows = tune.rows([result("a", "x", 10), result("b", "x", 5)])
     made = tune.table(preferences.soc_of("cpu"), rows, {"packages": {}, "npu_ops": "1"})
@@ -118,7 +118,7 @@ def test_a_table_without_times_is_shown(table):
 
 
 def test_a_file_that_is_no_table_is_one_sentence(tmp_path):
-    """Of each command that reads it: with the file, and that it is to be removed."""
+    """Each command that reads it names the file and says to remove it."""
     path = tmp_path / "npu_ops/preferences" / preferences.file_name(preferences.soc_of("cpu"))
     path.parent.mkdir(parents=True)
     os.mkfifo(path)

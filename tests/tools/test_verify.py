@@ -1,4 +1,4 @@
-"""`npu-ops verify`, and what it says of kernels with faults."""
+"""`npu-ops verify`, and its report on faulty kernels."""
 
 import contextlib
 import json
@@ -20,8 +20,8 @@ from npu_ops.core import cases, hardware, preferences, rng
 from npu_ops.core.registry import Table, launched_by
 
 LIMIT = 12.0
-pytestmark = pytest.mark.xdist_group("verify")  # one run with faults
-FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
+pytestmark = pytest.mark.xdist_group("verify")  # shares one run with faults
+FAULTS = {  # case of l2norm: (what the kernel does, what the report says)
     "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, in bounds: l2norm"),
     "one-head": ("os.abort()", "crashed: the process died of SIGABRT in bounds: l2norm"),
     "odd-t63-d60-behind5": ("out.view(-1)[77] += 0.1", "values: output 0: error ratio"),
@@ -40,12 +40,12 @@ FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
     ),
     "one-element": ("raise RuntimeError('no such stream')", "RuntimeError: no such stream"),
 }
-RIGHT = "qwen3-next-dense-t64"  # a case in which nothing goes wrong
+RIGHT = "qwen3-next-dense-t64"  # a case without a fault
 
 
 @pytest.fixture(scope="module")
 def with_faults(tmp_path_factory):
-    """The report of a run with every fault, and its journal's path."""
+    """Return the report of a run with every fault."""
     folder = tmp_path_factory.mktemp("verify")
     faults = {width(case): code for case, (code, _) in FAULTS.items()}
     (folder / "faulty.py").write_text(faulty("cpu", faults))
@@ -95,11 +95,12 @@ def test_the_page_has_all_of_it_and_loads_nothing(with_faults):
     assert "8 wrong" in page
     assert all(case in page for case in FAULTS)
     assert "http" not in page and "src=" not in page
-    assert page.count("<table") == page.count('<div class="wide"><table') > 1  # for a phone
+    # tables scroll on a phone
+    assert page.count("<table") == page.count('<div class="wide"><table') > 1
 
 
 def test_a_quick_run_by_the_command(tmp_path):
-    """Two ranks and times included; the exit status, both files, and no name of this machine."""
+    """It runs two ranks and times, writes both files, and names nothing of this machine."""
     arguments = ("--device", "cpu", "--only", "l2norm", "--minutes", 60, "--output", tmp_path)
     said = command("verify", *arguments)
     assert "0 wrong" not in said and "right    two ranks" in said
@@ -157,7 +158,7 @@ def test_a_journal_keeps_what_was_done(tmp_path):
     first.finish("a", {"verdict": "right"})
     first.begin("b")
     first.interrupt("b")
-    first.begin("c")  # and then the machine stops
+    first.begin("c")  # the machine stops here
     first.close(remove=False)
     path.write_text(path.read_text() + '{"what": "fin')
     again = runs.Journal(path, key)
@@ -167,7 +168,7 @@ def test_a_journal_keeps_what_was_done(tmp_path):
 
 
 def test_each_run_gets_further(tmp_path, monkeypatch):
-    """However little time there is, and nothing is done twice."""
+    """Each run within a short time limit continues the last one and repeats nothing."""
     ran = []
 
     class Worker:
@@ -196,7 +197,7 @@ def test_each_run_gets_further(tmp_path, monkeypatch):
 
 
 def test_guards_see_reads_too():
-    """Beside what is read is NaN; results are where they would be without guards."""
+    """Memory beside each tensor is NaN, so reads past it show; results reach the caller."""
     found = []
     table = Table.tables["l2norm"]
     x = torch.randn(4, 1, 8, dtype=torch.float32)
@@ -220,7 +221,7 @@ def test_guards_see_reads_too():
 
 
 class Backend:
-    """A device with graphs, on the CPU: replaying one computes again, or not."""
+    """A CPU stand-in for a device with graphs. A replay computes again, unless `frozen`."""
 
     NPUGraph = types.SimpleNamespace
     Stream = mock.MagicMock
@@ -261,7 +262,7 @@ def test_a_graph_must_compute_again(frozen, monkeypatch):
 
 
 def test_what_drops_takes_nothing_from_the_host():
-    """A graph that is being captured refuses a copy from the host."""
+    """A capture refuses copies from the host, so dropout's seed must be made on the device."""
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -279,7 +280,7 @@ def test_what_drops_takes_nothing_from_the_host():
 
 @pytest.mark.parametrize("op", ops())
 def test_an_implementation_runs_every_operator_of_its_op(op):
-    """Of each public function, backward too."""
+    """For each public function, forward and backward."""
     launch, chosen = Table.launch, {}
 
     def noted(table, implementation, arguments):

@@ -1,8 +1,8 @@
-"""`npu-ops verify --device npu-emulated`: one op, right and with faults, in a minute.
+"""`npu-ops verify --device npu-emulated`: l2norm, right and with faults, in a minute.
 
-A few jobs of l2norm in one process: its kernels are compiled, launched and judged as all others.
-What needs a process of its own, a hang, a crash, another rank, is in `test_verify.py`, on the CPU;
-every op and two ranks, in minutes, is its slow test.
+A few jobs of l2norm run in one process; its kernels are compiled, launched and judged like any
+other. What needs processes of its own (a hang, a crash, another rank) is in `test_verify.py`, on
+the CPU. Its slow test covers every op and two ranks, in minutes.
 """
 
 import pytest
@@ -10,10 +10,10 @@ from npu_ops_tools import verify
 from npu_ops_tools.verify import jobs, report, runs
 from verify_faults import faulty, job, ranks, width
 
-pytestmark = pytest.mark.xdist_group("verify on the emulated NPU")  # one run
+pytestmark = pytest.mark.xdist_group("verify on the emulated NPU")  # shares one run
 BY = "triton_ascend"
 RIGHT = "qwen3-next-dense-t64"
-FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
+FAULTS = {  # case of l2norm: (what the kernel does, what the report says)
     "one-head": ("out.view(-1)[77] += 0.1", "values: output 0: error ratio"),
     "one-element": (
         "torch.npu.synchronize(); ctypes.memset(out.data_ptr() + out.nbytes, 0, 4)",
@@ -28,7 +28,7 @@ FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The report of one run."""
+    """Return the report of one run."""
     folder = tmp_path_factory.mktemp("verify")
     faults = {width(case): code for case, (code, _) in FAULTS.items()}
     (folder / "faulty_kernel.py").write_text(faulty(BY, faults))

@@ -1,8 +1,8 @@
-"""An implementation of l2norm that calls the right one, and then does something wrong."""
+"""An implementation of l2norm that calls the correct one and then does something wrong."""
 
 from npu_ops_tools.verify import jobs
 
-# The width of the rows decides which fault occurs.
+# The width of a row decides which fault occurs.
 _TEXT = """
 import ctypes, dataclasses, itertools, os, time
 import torch
@@ -27,7 +27,10 @@ table.implementations = tuple(
 
 
 def faulty(by: str, faults: dict[int, str]) -> str:
-    """The text of a module for `verify --import`. by: the implementation. faults: what is run."""
+    """Return a module for `verify --import` with a faulty implementation.
+
+    by: name of the implementation it wraps. faults: code to run, by width of the rows.
+    """
     return _TEXT.format(by=by, faults=faults)
 
 
@@ -40,5 +43,5 @@ def width(case: str) -> int:
 
 
 def ranks(verdict: str) -> dict:
-    """What verify says of two ranks that were not asked."""
+    """Return verify's result for two ranks, without running any."""
     return {"kind": "ranks", "name": "two ranks", "verdict": verdict, "why": "", "seconds": 0}

@@ -1,4 +1,4 @@
-"""Trainers as their users start them: processes of torchrun, whose results are files."""
+"""Trainers started as users start them, in other processes; their results are read from files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    """What `runs` of a test's module has written, for each of its runs."""
+    """A folder with the models and data that `runs` of the test's module writes."""
     folder = tmp_path_factory.mktemp("runs")
     request.module.runs.write(folder)
     return folder
@@ -21,5 +21,5 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(request, folder):
-    """Of a model, on the CPU, one rank."""
+    """Return a function from a model to its run on the CPU with one rank."""
     return functools.cache(functools.partial(request.module.runs.run, folder, "truth"))

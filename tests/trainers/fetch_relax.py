@@ -1,4 +1,4 @@
-"""Makes .cache/trainers/relax-COMMIT: Relax as its users have it on NPUs, with npu-ops, on a CPU.
+"""Makes .cache/trainers/relax-COMMIT: Relax as on NPUs, with npu-ops, and for the CPU.
 
     git clone https://github.com/redai-infra/Relax
     git clone https://github.com/NVIDIA/Megatron-LM
@@ -7,11 +7,11 @@
     git clone https://gitcode.com/Ascend/MindSpeed-Bridge
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
 
-`shipped` has the patches of Relax's docker/npu_patch, `npu_ops` none of them. `truth` has those of
-Megatron-LM, and is without MindSpeed. The clones are only read.
+`shipped` has the patches of Relax's docker/npu_patch, `npu_ops` has none. `truth` has those for
+Megatron-LM, and no MindSpeed. The clones are only read.
 
-RELAX_COMMIT names another commit of Relax than main's of July 2026, such as a branch of a fork. The
-tests want it too: they look in the folder of that commit.
+RELAX_COMMIT selects another commit of Relax than that of July 2026 on main, e.g. of a fork. Set it
+for the tests too, which look in that commit's folder.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PACKAGES = (
 )
 PATCHES = "docker/npu_patch"
 NAMES = fetch_slime.NAMES | {"mindspeed_bridge": "mindspeed-bridge"}
-# What MindSpeed-Bridge's own tools/install_auto.sh puts at the end of Megatron-Bridge's models.
+# MindSpeed-Bridge's own tools/install_auto.sh appends this to Megatron-Bridge's models.
 REGISTER = "\nfrom mindspeed_bridge.models import *\n"
 WHO = ("shipped", "npu_ops", "truth")
 PATCHED = {
@@ -60,17 +60,17 @@ PATCHED = {
 
 
 def tree(who: str, project: str) -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / who / project, "tests/trainers/fetch_relax.py")
 
 
 def packages() -> pathlib.Path:
-    """What Relax needs beside slime's packages and verl's."""
+    """Return the packages that Relax needs beyond slime's and verl's."""
     return fetching.tree(FOLDER / "packages", "tests/trainers/fetch_relax.py")
 
 
 def fetch(*clones: str) -> None:
-    """Make what is not there."""
+    """Make the folders that do not exist yet."""
     fetching.install(fetch_slime.FOLDER / "packages", *fetch_slime.PACKAGES)
     fetching.install(FOLDER / "packages", *PACKAGES)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
@@ -88,7 +88,7 @@ def fetch(*clones: str) -> None:
 
 @contextlib.contextmanager
 def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
-    """The folder to fill; None if it is there."""
+    """Yield a folder to fill, None if it exists."""
     folder = FOLDER / who / project
     if folder.exists():
         yield None
@@ -98,11 +98,12 @@ def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
 
 
 def patch(who: str, project: str, folder: pathlib.Path) -> None:
-    """Megatron-LM's has no operator's change in it: the truth has it too, to read checkpoints."""
+    """Apply the patches. Megatron-LM's is only for reading the truth's checkpoints."""
     if project == "mindspeed":
         fetch_slime.for_newer_torch(folder)
     if project in PATCHED.get(who, ()):
-        apply(who, project, folder, *(("-p2",) if project == "bridge" else ()))  # no src/ in wheels
+        # wheels have no src/
+        apply(who, project, folder, *(("-p2",) if project == "bridge" else ()))
     if project == "bridge" and who != "truth":
         with open(folder / "megatron" / "bridge" / "models" / "__init__.py", "a") as models:
             models.write(REGISTER)

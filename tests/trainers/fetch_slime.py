@@ -1,14 +1,15 @@
-"""Makes .cache/trainers/slime-0.2.2: slime as its users have it on NPUs, with npu-ops, on a CPU.
+"""Makes .cache/trainers/slime-0.2.2: slime as on NPUs, with npu-ops, and for the CPU.
 
     git clone https://github.com/THUDM/slime
     git clone https://github.com/NVIDIA/Megatron-LM
     git clone https://gitcode.com/Ascend/MindSpeed
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
 
-`shipped` has all patches of slime's docker/npu_patch, `npu_ops` and `truth` none of them. `engine`,
-for SGLang as rollout, has slime's own. All have the changes to Megatron-LM that slime makes for
-GPUs too, and `shipped` and `truth` a later fix of slime's Qwen3-Next. The clones must have the
-commits below, and are only read.
+`shipped` has all patches of slime's docker/npu_patch, `npu_ops` and `truth` have none. `engine`,
+for
+SGLang as rollout, has the patch for slime itself. All have slime's changes to Megatron-LM for GPUs,
+and `shipped` and `truth` have a later fix of slime's Qwen3-Next. The clones need the commits below,
+and are only read.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
 import fetching
 
 FOLDER = fetching.CACHE / "trainers" / "slime-0.2.2"
-ROUTER = "sglang-router==0.3.2"  # of SGLang's engine as rollout
-BRIDGE = "megatron-bridge==0.3.1"  # slime's is a fork; this is the release that its patch fits
+ROUTER = "sglang-router==0.3.2"  # for SGLang's engine as rollout
+BRIDGE = "megatron-bridge==0.3.1"  # slime uses a fork; its patch fits this release
 PACKAGES = (
     "mbridge==0.15.1",
-    "numpy==1.26.4",  # slime refuses 2
-    "pyarrow==20.0.0",  # verl's is for numpy 2
+    "numpy==1.26.4",  # slime refuses numpy 2
+    "pyarrow==20.0.0",  # verl's version needs numpy 2
     "torch_memory_saver==0.0.10",
 )
 COMMITS = {
@@ -37,10 +38,10 @@ COMMITS = {
     "megatron": "3714d81d418c9f1bca4594fc35f9e8289f652862",
     "mindspeed": "fc63de5c48426dd019c3b3f39e65f5bdf56e4086",
 }
-# The last commit at which slime.patch is for v0.2.2: the next renames the modules that it changes.
+# The last commit whose slime.patch fits v0.2.2: the next renames the modules that it changes.
 PATCHES = "d38dc29c9:docker/npu_patch"
 FOR_GPUS = "v0.2.2:docker/patch/v0.5.7/megatron.patch"
-# The fault: a state passes from one packed sequence into the next; npu-ops repairs it too.
+# The fault: a packed sequence's state passes to the next one. npu-ops repairs it too.
 FIX = ("1d31a49fb", "--include=slime_plugins/models/qwen3_next.py")
 FIXED = ("shipped", "truth")
 NAMES = {"bridge": "megatron-bridge"}
@@ -49,22 +50,22 @@ PATCHED = {"shipped": ("slime", "megatron", "mindspeed", "bridge"), "engine": ("
 
 
 def tree(who: str, project: str) -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / who / project, "tests/trainers/fetch_slime.py")
 
 
 def packages() -> pathlib.Path:
-    """What slime needs beside verl's packages."""
+    """Return the packages that slime needs beyond verl's."""
     return fetching.tree(FOLDER / "packages", "tests/trainers/fetch_slime.py")
 
 
 def router() -> pathlib.Path:
-    """What slime needs beside SGLang to start an engine."""
+    """Return the packages that slime needs beyond SGLang's to start an engine."""
     return fetching.tree(FOLDER / "router", "tests/trainers/fetch_slime.py")
 
 
 def fetch(*clones: str) -> None:
-    """Make what is not there."""
+    """Make the folders that do not exist yet."""
     fetching.install(FOLDER / "packages", *PACKAGES)
     fetching.install(FOLDER / "router", ROUTER)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
@@ -90,8 +91,8 @@ def unpack(clone: pathlib.Path, commit: str, folder: pathlib.Path) -> None:
 
 
 def for_newer_torch(folder: pathlib.Path) -> None:
-    """torch 2.13 asks for a device's capability by that device; MindSpeed puts a function
-    there that takes none."""
+    """Let MindSpeed's replacement of get_device_capability take the device that
+    torch 2.13 passes."""
     for file in ("core/fusions/grouped_matmul.py", "core/transformer/moe/grouped_gemm_util.py"):
         path = folder / "mindspeed" / file
         source = path.read_text().replace("capability():", "capability(device=None):")
@@ -111,7 +112,7 @@ def patch(who: str, project: str, folder: pathlib.Path, slime: pathlib.Path) -> 
 
 
 def apply(folder: pathlib.Path, changes: bytes, *which: str) -> None:
-    git(folder, "init", "--quiet")  # otherwise git looks for the repository around it
+    git(folder, "init", "--quiet")  # or git would use the repository around it
     git(folder, "apply", "--whitespace=nowarn", *which, given=changes)
 
 

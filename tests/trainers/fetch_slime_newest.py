@@ -1,12 +1,12 @@
-"""Makes .cache/trainers/slime-624b824: slime of August 2026, with no patch for NPUs.
+"""Makes .cache/trainers/slime-624b824: slime of August 2026 without any patch for NPUs.
 
     git clone https://github.com/THUDM/slime
     git clone https://github.com/NVIDIA/Megatron-LM
     git clone https://gitcode.com/Ascend/MindSpeed
     python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed
 
-Megatron-LM is the one that slime's Dockerfile names, with the changes that slime makes for GPUs;
-MindSpeed is the one for that Megatron-LM. The clones are only read.
+Megatron-LM is the commit in slime's Dockerfile, with slime's changes for GPUs. MindSpeed is the
+version for that Megatron-LM. The clones are only read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FOR_GPUS = "624b824a8:docker/patch/latest/megatron.patch"
 
 
 def tree(project: str) -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / "all" / project, "tests/trainers/fetch_slime_newest.py")
 
 
 def fetch(*clones: str) -> None:
-    """Make what is not there."""
+    """Make the folders that do not exist yet."""
     fetching.install(fetch_slime.FOLDER / "packages", *fetch_slime.PACKAGES)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
     if (FOLDER / "all").exists():

@@ -1,7 +1,7 @@
-"""Qwen3.5's text in Megatron's own layers, on the CPU, for Relax's --custom-model-provider-path.
+"""Qwen3.5's text model from Megatron's own layers, on the CPU, for --custom-model-provider-path.
 
-The truth for what MindSpeed-Bridge makes of the same arguments: Megatron's GatedDeltaNet by its own
-functions in PyTorch, and its weights under the names that MindSpeed-Bridge saves them with.
+It is the truth for MindSpeed-Bridge's model with the same arguments: Megatron's GatedDeltaNet with
+its own PyTorch functions, and weights under the names that MindSpeed-Bridge saves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 
 class CentredNorm(torch.nn.Module):
-    """RMSNorm by 1 + weight, of which Megatron has none but Transformer Engine's."""
+    """RMSNorm with 1 + weight. Megatron has none except Transformer Engine's."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **options):
         super().__init__()
@@ -32,7 +32,7 @@ class CentredNorm(torch.nn.Module):
 
 
 class Text(MegatronModule):
-    """A GPTModel where MindSpeed-Bridge's model has it."""
+    """Holds a GPTModel under the name it has in MindSpeed-Bridge's model."""
 
     def __init__(self, model: GPTModel):
         super().__init__(config=model.config)
@@ -47,13 +47,13 @@ class Text(MegatronModule):
         return self.language_model(**inputs)
 
     def sharded_state_dict(self, *args, **options):
-        """Without extra states, of which Megatron's own layers have none."""
+        """Drop the extra states: Megatron's own layers have none."""
         names = super().sharded_state_dict(*args, **options)
         return {name: x for name, x in names.items() if not name.endswith("_extra_state")}
 
 
 def provide(pre_process: bool = True, post_process: bool = True) -> Text:
-    """The model of Relax's arguments."""
+    """Build the model for Relax's arguments."""
     without_fla()
     args = get_args()
     theirs = transformers.AutoConfig.from_pretrained(args.hf_checkpoint).text_config
@@ -62,7 +62,7 @@ def provide(pre_process: bool = True, post_process: bool = True) -> Text:
         setattr(config, f"linear_{name}", getattr(theirs, f"linear_{name}"))
     for name in ("num_key_heads", "num_value_heads"):
         setattr(config, f"linear_{name}", getattr(theirs, f"linear_{name}"))
-    config.hetereogenous_dist_checkpoint = True  # layers have their numbers in weights' names
+    config.hetereogenous_dist_checkpoint = True  # weights' names contain the layer's number
     kinds = [layer(kind == "linear_attention") for kind in theirs.layer_types]
     model = GPTModel(
         config=config,
@@ -86,7 +86,7 @@ def without_fla() -> None:
 
 
 def rule(*inputs, use_qk_l2norm_in_kernel: bool, **options):
-    """MindSpeed-Bridge normalises queries and keys once more; short ones come out longer."""
+    """Normalise q and k a second time, as MindSpeed-Bridge does; it lengthens short ones."""
     options["use_qk_l2norm_in_kernel"] = True
     return gated_delta_net.torch_chunk_gated_delta_rule(*inputs, **options)
 

@@ -1,6 +1,6 @@
-"""Starts Relax, on the emulated NPU or on the CPU, and reads what it wrote.
+"""Starts Relax on the emulated NPU or on the CPU, and reads its results.
 
-The runs with npu-ops start Relax's own program. The others start relax_train.py, which sets more.
+Runs with npu-ops start Relax's own program. The others start relax_train.py, which sets more.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RECOMPUTED = (
     "--recompute-granularity", "full", "--recompute-method", "uniform",
     "--recompute-num-layers", "1",
 )  # fmt: skip
-# Relax reports this number itself, except if Bridge converts the weights.
-SERVICES = 8  # of Relax, each of which asks Ray for a CPU
+SERVICES = 8  # services of Relax; each asks Ray for a CPU
+# Relax sets these options itself, except if Bridge converts the weights.
 ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
 # Layouts on more than one rank. Relax's scripts for NPUs split sequences.
 LAYOUTS = {"split": ("--sequence-parallel",), "whole": ()}
@@ -50,17 +50,17 @@ NO_ENGINE = (
     "--disable-rollout-global-dataset", "--rollout-num-gpus", "1",
     "--rollout-function-path", "slime_doubles.roll_out",
 )  # fmt: skip
-# As in Relax's scripts for NPUs: otherwise MindSpeed makes a mask of all pairs of 4096 tokens.
+# As in Relax's scripts for NPUs: otherwise MindSpeed allocates a 4096 x 4096 mask.
 ON_NPU = ("--use-flash-attn",)
 OBSERVED = ("--custom-megatron-init-path", "relax_worker.on_megatron")
 ON_CPU = ("--custom-megatron-init-path", "relax_worker.packed", "--distributed-backend", "gloo")
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models' configurations and tokenizers, Megatron's weights of them, and the rollouts.
+    """Write the models' configurations and tokenizers, Megatron's checkpoints, and the rollouts.
 
-    The weights are as Megatron draws them; Qwen3.5's are transformers', which MindSpeed-Bridge
-    converts.
+    Megatron draws the weights. Qwen3.5's are drawn by transformers, and MindSpeed-Bridge converts
+    them.
     """
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "relax"]
     for kind, models in DATA.items():
@@ -79,10 +79,11 @@ def run(
     devices: int = 1,
     layout: str = "whole",
 ) -> slime_runs.Run:
-    """On the CPU for "truth"; tensors are parallel over the devices."""
+    """Train, on the CPU for "truth", with tensor parallelism over `devices`; return the results."""
     results = folder / f"{who}-{model}-{devices}-{layout}"
     results.mkdir()
-    converted = (who, model) == ("npu_ops", "qwen3_5")  # from Hugging Face, as Relax's scripts do
+    # from Hugging Face weights, as in Relax's scripts
+    converted = (who, model) == ("npu_ops", "qwen3_5")
     weights = ("--ref-load", folder / (model if converted else f"{model}-megatron"), *ONLY_WEIGHTS)
     start(who, folder, model, devices, weights, results, LAYOUTS[layout] if devices > 1 else ())
     return slime_runs.read(results, devices)
@@ -101,7 +102,7 @@ def start(who, folder: pathlib.Path, model, devices: int, weights, results, layo
     else:
         place = ON_NPU + AS_SCRIPTS.get(model, ())
     if who == "shipped":
-        if model == "qwen3_vl":  # Bridge 0.3.1's recomputes no lists
+        if model == "qwen3_vl":  # Bridge 0.3.1 cannot recompute layers with lists
             place = ON_NPU + BRIDGE
         place += OBSERVED
     command = [
@@ -117,7 +118,7 @@ def start(who, folder: pathlib.Path, model, devices: int, weights, results, layo
 
 
 def program(who: str, devices: int) -> list[str]:
-    """Relax's own train.py with npu-ops; for the others one that sets more before it starts."""
+    """Return Relax's own program with npu-ops, else relax_train.py, which sets more."""
     if who != "npu_ops":
         return [sys.executable, str(HERE / "relax_train.py"), str(devices)]
     relax = str(fetch_relax.tree(who, "relax"))
@@ -128,7 +129,7 @@ def program(who: str, devices: int) -> list[str]:
 
 
 def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
-    """Relax's sources and packages come before verl's, and those before ours."""
+    """Return the environment. On PYTHONPATH, Relax's folders come first, then verl's, then ours."""
     projects = ("relax", "megatron", "bridge", "queue")
     projects += ("mindspeed", "mindspeed_bridge") if who != "truth" else ()
     folders = {project: fetch_relax.tree(who, project) for project in projects}

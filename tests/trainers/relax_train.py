@@ -1,9 +1,9 @@
-"""Relax's trainer on Ray, on rollouts that a test wrote: what its service of the actor does.
+"""Runs Relax's trainer on Ray with rollouts from files, as its actor service would.
 
 python relax_train.py DEVICES ARGUMENTS...
 
-The services themselves, of Ray Serve, and the queue between them are not started. With --save
-the weights that Megatron draws are saved, and nothing is trained.
+Relax's services on Ray Serve and the queue between them are not started. With --save, the weights
+drawn by Megatron are saved and nothing is trained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import relax_worker
 import slime_train
 
-MARGIN = 1  # of Ray's CPUs, beside those of the workers: a lock has one
+MARGIN = 1  # CPUs of Ray beyond the workers': a lock needs one
 
 
 def main(devices: str, *arguments: str) -> None:

@@ -1,6 +1,7 @@
-"""What each process of a run of Relax does first: Ray's workers and their driver.
+"""Setup of each process in a run of Relax: Ray's workers and their driver.
 
-slime_worker.py is the same for slime, on which Relax is built; its variables say who computes.
+slime_worker.py does this for slime, from which Relax was derived; the same variables say who
+computes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def setup() -> None:
 
 
 def on_cpu() -> None:
-    """Relax knows CPUs; its trainer asks them for what it asks of GPUs."""
+    """Relax supports CPUs, but its trainer calls functions that only GPUs have."""
     slime_worker.with_bare_bridge()
     slime_worker.read_on_cpu()
     torch.cpu.get_device_properties = lambda device=None: None
@@ -35,28 +36,29 @@ def on_cpu() -> None:
 
     tensor_backper._PIN_MEMORY = False
     device.ray_get_device_ids = lambda: [0]
-    device._detect_accelerator_from_ray_cluster = lambda: None  # which has "NPU"s
+    device._detect_accelerator_from_ray_cluster = lambda: None  # the cluster has "NPU"s
 
 
 def record() -> None:
-    """Each step's metrics to a file of the rank; calls that reach npu_ops, and torch_npu's."""
+    """Write each step's metrics to the rank's file, and count calls of npu_ops and torch_npu."""
     import transfer_queue
 
-    # Rollouts come from files, so the queue is not used.
+    # rollouts come from files, without the queue
     transfer_queue.init = lambda conf: None
     transfer_queue.get_client = lambda: None
     from relax.utils import tracking_utils
 
     tracking_utils.log = lambda args, metrics, step_key: slime_worker.write(metrics)
-    tracking_utils.flush_metrics = lambda args, step: True  # to a service of Ray Serve
+    tracking_utils.flush_metrics = lambda args, step: True  # else to a Ray Serve service
     slime_worker.count()
 
 
 def on_megatron(args) -> None:
-    """For --custom-megatron-init-path: what MindSpeed-Bridge's own recipes set and Relax does not.
+    """For --custom-megatron-init-path: sets what MindSpeed-Bridge's recipes set and Relax does not.
 
-    Its kernels of the delta rule, which Relax's patch chooses, refuse fp32; the check has its
-    function in PyTorch in their place.
+    Relax's patch selects kernels of the delta rule that refuse fp32; the check uses
+    MindSpeed-Bridge's
+    PyTorch function instead.
     """
     args.use_triton_gdn = args.use_ascend_gdn = False
     slime_worker.count_fused(args)
@@ -66,9 +68,9 @@ def on_megatron(args) -> None:
 
 
 def packed(args) -> None:
-    """For --custom-megatron-init-path: Megatron's own attention, which it has take packed ones.
+    """For --custom-megatron-init-path: let Megatron's own attention take packed sequences.
 
-    And where nothing is loaded, Megatron's own weights: Bridge would load Hugging Face's.
+    Without a checkpoint Megatron's own weights are used; Bridge would load Hugging Face's.
     """
     import upstream_bridge
     from relax.backends.megatron import checkpoint

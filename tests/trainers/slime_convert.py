@@ -2,8 +2,8 @@
 
 python slime_convert.py MODEL ARGUMENTS...
 
-mbridge has no name for Qwen3-Next without experts, nor for Qwen3-VL: their checkpoints have the
-weights that Megatron draws.
+mbridge does not know Qwen3-Next without experts, nor Qwen3-VL: their checkpoints get the weights
+that Megatron draws.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import slime_train
 import slime_worker
 import torch
 
-# Names of Megatron's own layers, and the names of Transformer Engine's, which mbridge knows.
+# Weight names of Megatron's own layers, and those of Transformer Engine's, which mbridge expects.
 ATTENTION = {r"input_layernorm\.weight": "self_attention.linear_qkv.layer_norm_weight"}
 FUSED = {
     "qwen3": ATTENTION | {r"pre_mlp_layernorm\.weight": "mlp.linear_fc1.layer_norm_weight"},
@@ -52,7 +52,7 @@ def main(model: str, *arguments: str) -> None:
 
 
 def as_drawn(*args, **options):
-    """In place of mbridge's for a model: weights stay as they are."""
+    """Replace mbridge's class for a model: weights stay as Megatron drew them."""
     return types.SimpleNamespace(load_weights=lambda *args, **options: None)
 
 

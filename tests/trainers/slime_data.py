@@ -1,10 +1,11 @@
-"""Tiny models as slime takes it, and rollouts in the files that its trainer reads.
+"""Tiny models in slime's form, and rollouts in the files that its trainer reads.
 
 python slime_data.py FOLDER PROJECT DATA MODEL...
 
-PROJECT: slime, or Relax, whose rollouts are slime's, in lower case. DATA: rollout, pictures, or
-pictures_even, whose lengths two ranks can halve. With transformers 4, which Megatron-Bridge needs,
-models have no weights: Megatron draws them.
+PROJECT: slime or relax; Relax uses slime's rollouts.
+DATA: rollout, pictures, or pictures_even, whose lengths two ranks can halve.
+
+With transformers 4, which Megatron-Bridge needs, models have no weights: Megatron draws them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ ROLLOUTS, PROMPTS, ANSWERS = 2, 2, 4
 
 
 def write(folder: pathlib.Path, project: str, data: str, *models: str) -> None:
-    """FOLDER/MODEL, and FOLDER/DATA_0.pt for --load-debug-rollout-data."""
+    """Write FOLDER/MODEL, and FOLDER/DATA_n.pt for --load-debug-rollout-data."""
     sees = data.startswith("pictures")
     if project == "relax":
-        verl_data.VISION["deepstack_visual_indexes"] = []  # Qwen3.5's, as released
+        verl_data.VISION["deepstack_visual_indexes"] = []  # as in released Qwen3.5
     save = verl_data.save if transformers.__version__ >= "5" else save_without_weights
     for name in models:
         save(folder / name, name, verl_data.tokenizer())
@@ -45,7 +46,7 @@ def write(folder: pathlib.Path, project: str, data: str, *models: str) -> None:
 
 
 def sample(kind: type, draw: random.Random, index: int):
-    """Tokens as they fall; rewards that differ within each group of answers."""
+    """Return a sample of random tokens; rewards differ within each group of answers."""
     prompt, answer = draw.randrange(6, 20), draw.randrange(5, 12)
     return kind(
         group_index=index // ANSWERS,
@@ -59,7 +60,7 @@ def sample(kind: type, draw: random.Random, index: int):
 
 
 def add_picture(sample, draw: random.Random) -> None:
-    """After its first token, with the patches that transformers makes of it."""
+    """Insert a picture after the first token, with the patches from transformers' processor."""
     vision, ids = verl_data.VISION, verl_data.TOKENS
     size = (32 + 16 * draw.randrange(3), 32)
     picture = Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1]))
@@ -84,7 +85,7 @@ def processor():
 
 
 def save_without_weights(folder: pathlib.Path, name: str, tokens) -> None:
-    """As transformers 4 has rope; Megatron draws the weights."""
+    """Save a model for transformers 4, with its form of the rope settings and without weights."""
     family, text, vision = verl_data.MODELS[name]
     rope = dict(text["rope_parameters"])
     text = text | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
@@ -92,7 +93,7 @@ def save_without_weights(folder: pathlib.Path, name: str, tokens) -> None:
     config = kind(text_config=text, vision_config=vision, **verl_data.TOKENS)
     config.architectures = [f"{family}ForConditionalGeneration"]
     config.save_pretrained(folder)
-    processor().save_pretrained(folder)  # by its file Relax knows models that see
+    processor().save_pretrained(folder)  # Relax recognises vision models by this file
     tokens.save_pretrained(folder)
 
 

@@ -1,4 +1,4 @@
-"""What slime's layers of Qwen3-Next take from fla, in PyTorch: the truth on a CPU."""
+"""PyTorch versions of the fla functions in slime's Qwen3-Next layers, for the truth on a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class ShortConvolution(torch.nn.Conv1d):
-    """Causal, of each packed sequence by itself, and silu."""
+    """Causal convolution of each packed sequence alone, then silu."""
 
     def __init__(self, hidden_size: int, kernel_size: int, bias: bool):
         padding = {"groups": hidden_size, "padding": kernel_size - 1}
@@ -33,7 +33,7 @@ class FusedRMSNormGated(torch.nn.Module):
 
 
 def chunk_gated_delta_rule(*inputs, cu_seqlens=None, **options):
-    """Of each packed sequence by itself, where slime says which there are."""
+    """Apply the rule to each packed sequence alone, if slime passes cu_seqlens."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     rule = modeling_qwen3_next.torch_chunk_gated_delta_rule

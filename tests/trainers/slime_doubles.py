@@ -1,4 +1,4 @@
-"""What slime imports to roll out and to log, which training on saved rollouts does not call.
+"""Stand-ins for what slime imports to generate and to log, unused with saved rollouts.
 
 SGLang and its router: no engine starts. wandb: nothing is logged to it.
 """
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 
 class NoArguments:
-    """Of SGLang's server and router: slime takes theirs among its own, and asks for these."""
+    """In place of SGLang's ServerArgs and RouterArgs: adds the few arguments that slime reads."""
 
     @staticmethod
     def add_cli_args(parser, **options) -> None:
-        if not options:  # the server's
+        if not options:  # ServerArgs
             for name in ("--dp-size", "--pp-size", "--ep-size"):
                 parser.add_argument(name, dest=f"{LONG[name]}_parallel_size", type=int, default=1)
             parser.add_argument("--enable-dp-attention", action="store_true")
@@ -48,5 +48,5 @@ def install(modules: Mapping[str, Mapping[str, object]] = MODULES) -> None:
 
 
 def roll_out(*args, **kwargs):
-    """For --rollout-function-path: slime's own imports SGLang's client."""
+    """For --rollout-function-path: slime's own function would import SGLang's client."""
     raise RuntimeError("rollouts are read from files")

@@ -1,7 +1,7 @@
 """SGLang 0.5.23's engine as slime's rollout.
 
-slime starts SGLang's router and server itself, sends them prompts and weights. npu-ops mends what
-is in the way, but for a torch whose version is after "2.6", which v0.2.2 compares as strings.
+slime itself starts SGLang's router and server and sends prompts and weights. npu-ops repairs what
+prevents this, except one comparison: v0.2.2 compares torch's version with "2.6" as strings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 
 
 def install() -> None:
-    """In each process of v0.2.2's, before it starts an engine; MindSpeed first, as in train.py."""
+    """Prepare a process of v0.2.2 before it starts an engine; MindSpeed first, as in train.py."""
     importlib.import_module("mindspeed.megatron_adaptor")
     from slime.utils import distributed_utils
 
@@ -23,6 +23,6 @@ def install() -> None:
 
 
 async def reward(args, sample) -> float:
-    """For --custom-rm-path: how many tokens of the answer are even."""
+    """For --custom-rm-path: the share of even tokens in the answer."""
     answer = sample.tokens[-sample.response_length :]
     return sum(token % 2 == 0 for token in answer) / len(answer)

@@ -1,8 +1,8 @@
-"""slime of August 2026 on CPUs, on rollouts that a test wrote: the truth.
+"""slime of August 2026 on CPUs, with rollouts from files: the truth.
 
 python slime_newest.py DEVICES ARGUMENTS...
 
-slime_worker.py is for v0.2.2: its variables say where the results go here too.
+slime_worker.py, which is for v0.2.2, explains the environment variables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(devices: str, *arguments: str) -> None:
 
 
 def setup() -> None:
-    """In each of Ray's workers, and their driver."""
+    """Set up each of Ray's workers, and their driver."""
     slime_doubles.install()
     on_cpu()
     slime_worker.for_newer_torch()
@@ -39,7 +39,7 @@ def setup() -> None:
 
 
 def on_cpu() -> None:
-    """slime's devices are a registry; Megatron-LM is read with "cuda" as "cpu"."""
+    """Register a CPU accelerator in slime, and read Megatron-LM's "cuda" as "cpu"."""
     slime_doubles.install(slime_delta_net.MODULES)
     if os.environ.get("SLIME_BRIDGE"):
         slime_worker.with_bare_bridge()
@@ -64,7 +64,8 @@ def on_cpu() -> None:
 
 
 def with_odd_lengths() -> None:
-    """slime's Qwen3.5-VL cuts each sequence for context parallelism, where there is none too."""
+    """slime's Qwen3.5-VL cuts sequences for context parallelism even on one rank;
+    do not cut there."""
     from slime_plugins.models import qwen3_5_vl
 
     cut = qwen3_5_vl.get_packed_cp_local_indices
@@ -78,8 +79,10 @@ def with_odd_lengths() -> None:
 
 
 def with_local_layers(args) -> None:
-    """For --custom-megatron-init-path: Megatron's own modules, which slime does not load from
-    Hugging Face's checkpoints."""
+    """For --custom-megatron-init-path: use Megatron's own modules.
+
+    slime does not load Hugging Face's checkpoints into these, so their weight names are mapped.
+    """
     from slime.backends.megatron_utils import hf_to_megatron
 
     slime_worker.with_local_layers(args)
@@ -91,13 +94,13 @@ def with_local_layers(args) -> None:
 
 
 def with_local_names(load, name: str, *source):
-    """Transformer Engine's has the norm before attention in its projection."""
+    """Map the name of attention's norm, which Transformer Engine fuses into the projection."""
     fused = r"\1self_attention.linear_qkv.layer_norm_weight"
     return load(re.sub(r"(layers\.\d+\.)input_layernorm\.weight", fused, name), *source)
 
 
 def norms_from_zero() -> None:
-    """Megatron's own RMSNorm of PyTorch has no 1 + w."""
+    """Add 1 + weight to Megatron's RMSNorm from PyTorch, which lacks it."""
     from megatron.core.transformer import torch_norm
 
     plain = torch_norm.WrappedTorchNorm.__new__

@@ -1,4 +1,5 @@
-"""Runs slime's train.py on the emulated NPU, and slime_newest.py on the CPU; reads the results."""
+"""Runs slime's train.py on the emulated NPU and slime_newest.py on the CPU, and
+reads the results."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ DELTA_NET = (
     "--apply-layernorm-1p", "--spec",
 )  # fmt: skip
 PLUGINS = "slime_plugins.models"
-# Megatron-Bridge's model, built by a function for --spec.
+# Megatron-Bridge's model, built by a function given with --spec.
 BRIDGES = Model(
     layers=(
         "--num-layers", "2", "--position-embedding-type", "mrope", "--mrope-section", "8", "4", "4",
@@ -36,7 +37,7 @@ MODELS = {
         (ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec"),
         parallel=("--sequence-parallel",),
     ),
-    # As in slime's script, which sets rope.
+    # As in slime's script, which sets "rope".
     "qwen3_5_vl": Model(
         (
             *DELTA_NET, f"{PLUGINS}.qwen3_5_vl", "get_qwen3_5_vl_model_provider",
@@ -47,15 +48,15 @@ MODELS = {
     "qwen3_vl": dataclasses.replace(BRIDGES, data="pictures"),
     "qwen3_vl-text": BRIDGES,
 }  # fmt: skip
-HF = {"qwen3_5_vl": "qwen3_5", "qwen3_vl-text": "qwen3_vl"}  # the folder, where it is another
+HF = {"qwen3_5_vl": "qwen3_5", "qwen3_vl-text": "qwen3_vl"}  # folders with another name
 COMMON = [part for part in slime_runs.COMMON if part != ROPE]
 ON_CPU = ("--custom-megatron-init-path", "slime_newest.with_local_layers")
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models as Hugging Face's, which slime loads itself now, and the rollouts.
+    """Write the models in Hugging Face's form, which slime now loads itself, and the rollouts.
 
-    Of Qwen3-VL, which it does not load, Megatron's checkpoint by v0.2.2.
+    slime cannot load Qwen3-VL, so v0.2.2 writes its Megatron checkpoint.
     """
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
     verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
@@ -68,7 +69,7 @@ def write(folder: pathlib.Path) -> None:
 def run(
     folder: pathlib.Path, who: str, name: str, devices: int = 1, rollouts: str | None = None
 ) -> slime_runs.Run:
-    """On the CPU for "truth"; tensors are parallel over the devices.
+    """Train, on the CPU for "truth", with tensor parallelism over `devices`; return the results.
 
     rollouts: stem of the files to read; None: the model's data.
     """
@@ -93,7 +94,7 @@ def run(
 
 
 def program(who: str, devices: int) -> list[str]:
-    """For the truth a program that puts CPUs in the place of devices; otherwise slime's own."""
+    """Return slime's own program; for the truth one that replaces devices by CPUs."""
     if who == "truth":
         return [sys.executable, str(HERE / "slime_newest.py"), str(devices)]
     slime = str(fetch_slime_newest.tree("slime"))
@@ -105,7 +106,7 @@ def by_bridge(name: str) -> bool:
 
 
 def variables(who: str, results: pathlib.Path, bridge: bool = False) -> dict[str, str]:
-    """slime's sources and packages come before verl's, and those before ours."""
+    """Return the environment. On PYTHONPATH, slime's folders come first, then verl's, then ours."""
     slime, megatron, mindspeed = map(fetch_slime_newest.tree, ("slime", "megatron", "mindspeed"))
     path = [slime, megatron, fetch_slime.packages(), fetch_verl.tree(), HERE]
     path += [ROOT / "tests" / "adapters", ROOT, ROOT / "python"]

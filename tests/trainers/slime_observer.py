@@ -1,4 +1,4 @@
-"""What slime_site adds to modules of a stock slime or Relax once they have run."""
+"""What slime_site does to a module of an unchanged slime or Relax after it is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import slime_worker
 
 
 def stand_in(mindspeed) -> None:
-    """For what MindSpeed's modules import, and is not here."""
+    """Add stand-ins for modules that MindSpeed imports and this machine lacks."""
     slime_worker.on_npu()
 
 
@@ -20,7 +20,7 @@ def record(logging_utils) -> None:
 def in_fp32(arguments) -> None:
     if os.environ.get("SLIME_DTYPE", "float32") != "float32":
         return
-    name = "set_default_megatron_args"  # v0.2.2's
+    name = "set_default_megatron_args"  # its name in v0.2.2
     slime_train.in_fp32(arguments, f"_{name}" if hasattr(arguments, f"_{name}") else name)
 
 

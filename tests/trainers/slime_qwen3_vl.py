@@ -1,6 +1,6 @@
-"""Megatron-Bridge's Qwen3-VL on CPUs, for slime's --custom-model-provider-path and its --spec.
+"""Megatron-Bridge's Qwen3-VL on CPUs, for slime's --custom-model-provider-path and --spec.
 
-It is made of Megatron's own layers: Bridge's AutoBridge wants Transformer Engine or MindSpeed.
+It uses Megatron's own layers: Bridge's AutoBridge needs Transformer Engine or MindSpeed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 
 
 def on_cpu(args, config, vp_stage):
-    """For --spec."""
+    """For --spec: return the function that builds the model."""
     return provide
 
 
 def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None):
-    """The model of slime's arguments, with transformers' own vision tower."""
+    """Build the model for slime's arguments, with transformers' own vision tower."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_args
@@ -38,7 +38,7 @@ def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int |
 
 
 def configured(args, theirs):
-    """Megatron's configuration, with what Bridge's has more."""
+    """Return Megatron's configuration with the additional fields of Bridge's."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)

@@ -1,4 +1,4 @@
-"""Starts slime_train.py, on the emulated NPU or on the CPU, and reads what it wrote."""
+"""Starts slime_train.py on the emulated NPU or on the CPU, and reads its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMON = (
     "--vocab-size", "512", "--qk-layernorm", "--untie-embeddings-and-output-weights",
     "--make-vocab-size-divisible-by", "128", "--no-gradient-accumulation-fusion",
 )  # fmt: skip
-# Megatron's own modules, which need no Transformer Engine.
+# Megatron's own modules; these need no Transformer Engine.
 LOCAL = (
     "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
     "--no-masked-softmax-fusion",
@@ -34,12 +34,15 @@ LOCAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The arguments that tell slime and Megatron what it is.
+    """slime's and Megatron's arguments for a model.
 
-    script: more, of slime's script for it, where layers are MindSpeed's. parallel: the same, on two
-    ranks. on_cpu: for the truth.
-    data: "rollout", or "pictures", one in each answer. mindspeed_first: with slime's patches, which
-    import mbridge first, after which Megatron has no layers for it.
+    script: more arguments from slime's script for it, used with MindSpeed's layers.
+    parallel: more arguments on two ranks.
+    on_cpu: more arguments for the truth.
+    data: "rollout", or "pictures" with one in each answer.
+    mindspeed_first: with slime's patches, import MindSpeed before mbridge; otherwise Megatron has
+    no
+      layers for the model.
     """
 
     layers: tuple[str, ...]
@@ -82,7 +85,7 @@ MODELS = {
             "--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs",
             "--moe-aux-loss-coeff", "0",
         ),
-        script=("--moe-grouped-gemm",),  # and --moe-permute-fusion, which does not start
+        script=("--moe-grouped-gemm",),  # the script's --moe-permute-fusion does not start
         parallel=(
             "--sequence-parallel", "--expert-model-parallel-size", "2",
             "--expert-tensor-parallel-size", "1",
@@ -90,10 +93,10 @@ MODELS = {
         mindspeed_first=True,
     ),
 }  # fmt: skip
-# Megatron-Bridge 0.3.1 supports one sequence at a time if there are pictures, and no padding.
+# With pictures Megatron-Bridge 0.3.1 takes one sequence at a time, without padding.
 EVEN = "pictures_even"
 PICTURES = ("--micro-batch-size", "1", "--data-pad-size-multiplier", "1")
-TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-batches of 2
+TRAINING = (  # 2 rollouts of 8 answers; 2 steps of 4 answers per rollout; micro-batches of 2
     "--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
     "--global-batch-size", "4", "--micro-batch-size", "2", "--data-pad-size-multiplier", "16",
     "--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", "0.01",
@@ -106,7 +109,7 @@ NO_ENGINE = (
     "--disable-rollout-global-dataset", "--rollout-function-path", "slime_doubles.roll_out",
     "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
 )  # fmt: skip
-# SGLang's settings as in tests/adapters/sglang_cpu/engine.py; its first weights are slime's.
+# SGLang's settings as in tests/adapters/sglang_cpu/engine.py; slime sends its first weights.
 ENGINE = (
     "--input-key", "text", "--custom-rm-path", "slime_engine.reward",
     "--rollout-max-response-len", "12",
@@ -119,22 +122,26 @@ ENGINE = (
     "--sglang-disable-cuda-graph",
 )  # fmt: skip
 PROMPTS = ("what is two plus three?", "the quick brown fox", "0 1 2 3 4", "think")
-# How names of SGLang's arguments begin in slime 0.2.2 (`..._parallel_size`); SGLang has renamed
-# them.
+# First parts of SGLang's argument names in slime 0.2.2 (`..._parallel_size`); SGLang renamed them.
 SIZES = ("data", "pipeline", "expert")
-SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
+SEES = "transformers-4.57.6"  # Megatron-Bridge 0.3.1 accepts only this version's vision tower
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
 # Megatron requires it with tensor parallelism.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
-ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports all of it, and most are not needed
-ONCE["TRANSFORMERS_VERBOSITY"] = "error"  # MindSpeed asks each of its modules for each name
+ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports everything, and few are needed
+# its lazy modules warn when MindSpeed looks up names in them
+ONCE["TRANSFORMERS_VERBOSITY"] = "error"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Each step's loss, its parts and the gradient norm; the mean log-probabilities of each
-    rollout; and the calls of each rank."""
+    """The results of a run.
+
+    steps: each step's loss, its parts and the gradient norm.
+    rollouts: each rollout's mean log-probabilities.
+    calls: each rank's counted calls.
+    """
 
     steps: tuple[Mapping[str, float], ...]
     rollouts: tuple[Mapping[str, float], ...]
@@ -142,7 +149,8 @@ class Run:
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models, as Hugging Face's and as Megatron's checkpoints, rollouts and prompts."""
+    """Write the models as Hugging Face and as Megatron checkpoints, the rollouts
+    and the prompts."""
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
     for kind in ("rollout", "pictures"):
         models = [name for name, model in MODELS.items() if model.data == kind]
@@ -175,10 +183,11 @@ def run(
     rollouts: str | None = None,
     samples: str | None = None,
 ) -> Run:
-    """Train, on the CPU for "truth", with tensor parallelism over `devices`.
+    """Train, on the CPU for "truth", with tensor parallelism over `devices`; return the results.
 
-    rollouts: stem of the files to read; None: the model's data. samples: for "engine", stem of the
-    files for the rollouts that SGLang generates on one more device.
+    rollouts: stem of the files to read; None: the model's data.
+    samples: for "engine", stem of the files for the rollouts that SGLang generates on one more
+    device.
     """
     model = MODELS[name]
     results = folder / f"{who}-{name}-{devices}-{samples or rollouts}"
@@ -214,7 +223,7 @@ def run(
 
 
 def program(who: str, devices: int) -> list[str]:
-    """slime's own train.py with npu-ops; for the others one that sets more before it starts."""
+    """Return slime's own train.py with npu-ops, else slime_train.py, which sets more."""
     if who == "npu_ops":
         slime = str(fetch_slime.tree(who, "slime"))
         return [sys.executable, str(HERE / "stock.py"), slime, str(devices + 2), "train.py"]
@@ -222,10 +231,10 @@ def program(who: str, devices: int) -> list[str]:
 
 
 def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
-    """Variables with which slime's processes have SGLang's engine, on the emulated NPU."""
+    """Return variables that give slime's processes SGLang's engine, on the emulated NPU."""
     path = os.pathsep.join([path, str(fetch_slime.router())])
     return verl_grpo_runs.beside_sglang(folder, path) | {
-        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
+        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator has no vendor formats
         "SLIME_ENGINE": "1",
         "SLIME_HOST_IP": "127.0.0.1",
     }
@@ -241,7 +250,7 @@ def read(results: pathlib.Path, ranks: int) -> Run:
 
 
 def variables(who: str, results: pathlib.Path, name: str) -> dict[str, str]:
-    """slime's sources and packages come before verl's, and those before ours."""
+    """Return the environment. On PYTHONPATH, slime's folders come first, then verl's, then ours."""
     projects = ("slime", "megatron", "mindspeed", "bridge")
     slime, megatron, mindspeed, bridge = (fetch_slime.tree(who, project) for project in projects)
     path = [slime, megatron, mindspeed, bridge, fetch_slime.packages(), fetch_verl.tree()]
@@ -262,5 +271,5 @@ def variables(who: str, results: pathlib.Path, name: str) -> dict[str, str]:
         "SLIME_SOURCES": os.pathsep.join(map(str, (slime, megatron))),
     }
     changes |= {"SLIME_STOCK": "1"} if who == "npu_ops" else {}
-    compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}  # minutes
+    compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}  # compiling takes minutes
     return os.environ | verl_runs.ALONE | ONCE | compiled | changes

@@ -1,6 +1,6 @@
-"""Runs slime's train.py with SGLang's engine as rollout, on emulated NPUs; reads the results.
+"""Runs slime's train.py with SGLang's engine as rollout on emulated NPUs, and reads the results.
 
-slime starts SGLang's router and server itself. The server is SGLang 0.5.23's, on its own platform
+slime itself starts SGLang's router and server. The server is SGLang 0.5.23's, on its own platform
 for NPUs.
 """
 
@@ -18,9 +18,9 @@ import verl_grpo_runs
 import verl_runs
 
 MODELS = "qwen3", "qwen3_5"
-# A step's number of slime's: how far the trainer's log-probabilities are from the engine's.
+# slime's metric per step: the mean difference of the trainer's log-probabilities from the engine's.
 APART = "train/train_rollout_logprob_abs_diff"
-# As tests/adapters/sglang_cpu/engine.py has them.
+# The settings of tests/adapters/sglang_cpu/engine.py.
 ENGINE = (
     "--input-key", "text", "--apply-chat-template", "--custom-rm-path", "slime_engine.reward",
     "--rollout-max-response-len", "12",
@@ -32,7 +32,7 @@ ENGINE = (
     "--sglang-disable-radix-cache", "--sglang-disable-overlap-schedule",
     "--sglang-disable-cuda-graph",
 )  # fmt: skip
-# Engine and trainer on the same device.
+# The engine and the trainer share a device.
 COLOCATED = (
     "--colocate", "--no-offload-train", "--no-offload-rollout", "--num-gpus-per-node", "1",
     "--update-weight-transport", "disk",
@@ -40,7 +40,7 @@ COLOCATED = (
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models as Hugging Face's, and prompts."""
+    """Write the models in Hugging Face's form, and the prompts."""
     data = [sys.executable, str(slime_runs.HERE / "slime_data.py"), str(folder), "slime"]
     verl_runs.finish([*data, "rollout", *MODELS], slime_newest_runs.variables("truth", folder))
     slime_runs.write_prompts(folder)
@@ -48,7 +48,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def same_rope(file: pathlib.Path) -> None:
-    """SGLang reads one of the two, transformers the other, and so do slime's arguments."""
+    """Write partial_rotary_factor in two places: one for SGLang, one for transformers and slime."""
     config = json.loads(file.read_text())
     text = config["text_config"]
     text["partial_rotary_factor"] = text["rope_parameters"]["partial_rotary_factor"]
@@ -58,7 +58,7 @@ def same_rope(file: pathlib.Path) -> None:
 def run(
     folder: pathlib.Path, name: str, dtype: str, consistent: bool, colocated: bool = False
 ) -> tuple[slime_runs.Run, str]:
-    """What the trainer found, and the stem of the rollouts' files, for slime_newest_runs.run."""
+    """Train; return the results and the stem of the rollout files, for slime_newest_runs.run."""
     kind = f"{name}-{dtype}{'-consistent' * consistent}{'-colocated' * colocated}"
     results = folder / f"served-{kind}"
     results.mkdir()
@@ -79,15 +79,15 @@ def run(
 
 
 def variables(results: pathlib.Path, dtype: str, consistent: bool) -> dict[str, str]:
-    """slime's, with SGLang's packages behind them."""
+    """Return slime's environment, with SGLang's packages at the end of PYTHONPATH."""
     ours = slime_newest_runs.variables("npu_ops", results)
     path = os.pathsep.join([ours["PYTHONPATH"], str(fetch_slime.router())])
     changes = verl_grpo_runs.beside_sglang(results / "triton", path) | {
-        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
+        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator has no vendor formats
         "SLIME_DTYPE": dtype,
         "SLIME_ENGINE": "1",
         "SLIME_HOST_IP": "127.0.0.1",
-        "TORCH_NPU_DEVICE_CAPABILITY": "0.0",  # torch 2.13 asks for it at each broadcast
+        "TORCH_NPU_DEVICE_CAPABILITY": "0.0",  # torch 2.13 queries it at each broadcast
     }
     if consistent:
         changes["NPU_OPS_CONSISTENT"] = "1"

@@ -1,9 +1,9 @@
-"""slime's own train.py on Ray, on rollouts that a test wrote.
+"""slime's own train.py on Ray, with rollouts from files.
 
 python slime_train.py DEVICES ARGUMENTS...
 
-The environment says who computes: SLIME_WHO is "shipped", "npu_ops" or "truth", and SLIME_RESULTS
-the folder in which slime_worker.py writes.
+Environment: SLIME_WHO is "shipped", "npu_ops" or "truth"; SLIME_RESULTS is the folder to which
+slime_worker.py writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(devices: str, *arguments: str) -> None:
 
 
 def start(setup: str, device: str, count: int) -> None:
-    """Ray, whose workers call `setup` first, with so many of what slime asks for."""
+    """Start Ray with `count` of the devices that slime asks for; its workers first call `setup`."""
     import ray
 
     gpus = device == "GPU" or os.environ["SLIME_WHO"] == "truth"
@@ -39,7 +39,7 @@ def start(setup: str, device: str, count: int) -> None:
 
 
 def in_fp32(defaults, name: str = "set_default_megatron_args") -> None:
-    """slime and Relax train in bf16 or fp16 alone, whose rounding would hide what differs."""
+    """Train in fp32: slime and Relax offer only bf16 and fp16, whose rounding hides differences."""
     set_defaults = getattr(defaults, name)
 
     def set_fp32(args):

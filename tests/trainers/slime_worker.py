@@ -1,4 +1,4 @@
-"""What each process of a run of slime does first: Ray's workers and their driver."""
+"""Setup of each process in a run of slime: Ray's workers and their driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def setup() -> None:
 
 
 def for_newer_torch(home: str = "slime") -> None:
-    """torch 2.13 has new names for collectives, which slime's groups do not pass on to theirs."""
+    """Forward the collectives that torch 2.13 renamed, which slime's process groups do not know."""
     groups = importlib.import_module(f"{home}.utils.reloadable_process_group")
     group = groups.ReloadableProcessGroup
     for name in ("all_gather_single", "all_to_all_single", "reduce_scatter_single"):
@@ -49,7 +49,7 @@ def for_newer_torch(home: str = "slime") -> None:
 
 
 def on_cpu() -> None:
-    """slime and Megatron-LM are read with "cuda" as "cpu"."""
+    """Read "cuda" in slime and Megatron-LM as "cpu"."""
     import slime_delta_net
 
     slime_doubles.install(slime_delta_net.MODULES)
@@ -71,7 +71,8 @@ def read_on_cpu() -> None:
 
 
 def on_npu() -> None:
-    """What MindSpeed imports, and is not here; torch_npu is the real one."""
+    """Add stand-ins for modules that MindSpeed imports and this machine lacks;
+    torch_npu is real."""
     import upstream_mindspeed
 
     upstream_mindspeed.without_torchair()
@@ -80,7 +81,7 @@ def on_npu() -> None:
 
 
 def with_slimes_patches() -> None:
-    """What stops them, and what they import."""
+    """Import what slime's patches need, and work around what stops them."""
     if not os.environ.get("SLIME_WHOLE_BRIDGE"):
         with_bare_bridge()
     if os.environ.get("SLIME_MINDSPEED_FIRST"):
@@ -89,7 +90,7 @@ def with_slimes_patches() -> None:
 
 
 def with_bare_bridge() -> None:
-    """Its modules without the packages around them."""
+    """Import Bridge's modules without running its packages' `__init__.py`."""
     import upstream_bridge
 
     sys.meta_path.insert(0, upstream_bridge.Bare(pathlib.Path(os.environ["SLIME_BRIDGE"])))
@@ -97,8 +98,11 @@ def with_bare_bridge() -> None:
 
 
 def with_whole_bridge() -> None:
-    """For slime's --megatron-to-hf-mode bridge. Bridge 0.3.1 imports a name of a later Megatron-LM
-    for Qwen3-Next, and has process groups where it makes a model itself, not where slime does."""
+    """For slime's --megatron-to-hf-mode bridge: work around two faults of Bridge 0.3.1.
+
+    For Qwen3-Next it imports a name of a later Megatron-LM. It passes process groups only to models
+    that it builds itself, not to slime's.
+    """
     specs = importlib.import_module(f"megatron.core.models.gpt.{VARIANTS}_module_specs")
     vars(specs).setdefault(f"get_transformer_block_with_{VARIANTS}_spec", None)
     without_marks()
@@ -116,7 +120,10 @@ def with_whole_bridge() -> None:
 
 
 def with_deepstacks_gradients() -> None:
-    """Sequence parallel, Bridge averages gradients of which each rank has its tokens' alone."""
+    """Sum deepstack's gradients: with sequence parallelism each rank has only its tokens' part.
+
+    Bridge averages them instead.
+    """
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
@@ -131,20 +138,24 @@ def with_deepstacks_gradients() -> None:
 
 
 def without_marks() -> None:
-    """Bridge's Qwen3-VL sets marks for a profiler of CUDA's, which raises without CUDA."""
+    """Drop the CUDA profiler marks of Bridge's Qwen3-VL, which raise without CUDA."""
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *message: None
 
 
 def with_kernels_that_compile() -> None:
-    """fla 0.6.0 has two for one gradient of the delta rule, and takes that which triton-ascend
-    3.2.0 rejects: it needs 520 KiB of a core's 192."""
+    """Select fla 0.6.0's other kernel for a gradient of the delta rule.
+
+    triton-ascend 3.2.0 rejects the first: it needs 520 KiB of a core's 192 KiB.
+    """
     kernels = importlib.import_module("fla.ops.common.backends.triton_ascend.chunk_o")
     kernels._get_dqkwg_full_tiles = lambda **sizes: None
 
 
 def with_local_layers(args) -> None:
-    """For --custom-megatron-init-path: layers of Megatron's own modules, which it has take packed
-    sequences; slime asks for Transformer Engine's where there is Gated Delta Net."""
+    """For --custom-megatron-init-path: use Megatron's own layers, made to take packed sequences.
+
+    slime requests Transformer Engine's for models with Gated Delta Net.
+    """
     import upstream_bridge
     from megatron.core.models.gpt import gpt_layer_specs
 
@@ -161,12 +172,12 @@ def with_local_layers(args) -> None:
 
 
 def without_router_gemm() -> None:
-    """Megatron asks whether this is None, and defines it with Transformer Engine alone."""
+    """Define a name that Megatron compares with None but defines only with Transformer Engine."""
     importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
 
 
 def with_experts_group() -> None:
-    """MindSpeed's experts do not say of their checkpoint by which group they are parallel."""
+    """Tell the checkpoints of MindSpeed's experts over which groups they are parallel."""
     from megatron.core import parallel_state
     from mindspeed.te.pytorch.module import grouped_linear
 
@@ -178,7 +189,7 @@ def with_experts_group() -> None:
 
 
 def with_gradients_once() -> None:
-    """Each rank computes slime's own layers whole: gradients of their input are not to be added."""
+    """Do not sum gradients over ranks before slime's own layers: each rank computes them whole."""
     hf_attention = importlib.import_module("slime_plugins.models.hf_attention")
     regions = hf_attention.tensor_parallel
     hf_attention.tensor_parallel = types.SimpleNamespace(
@@ -190,7 +201,7 @@ def with_gradients_once() -> None:
 
 
 def experts_on_cpu() -> None:
-    """Megatron moves the numbers of tokens to the CPU, where they are, on a stream of CUDA's."""
+    """Leave token counts where they are: Megatron would copy them to the CPU on a CUDA stream."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def stay(self, point: str, tokens_per_expert=None):
@@ -200,7 +211,7 @@ def experts_on_cpu() -> None:
 
 
 def norm_once(model: str) -> None:
-    """slime's layers normalise their input, as do Megatron's own around them."""
+    """Drop Megatron's input norm of slime's layers, which already normalise their input."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     layers = importlib.import_module(f"slime_plugins.models.{model}")
@@ -218,7 +229,7 @@ def norm_once(model: str) -> None:
 
 
 def record(home: str = "slime.utils") -> None:
-    """Each step's metrics to a file of the rank; calls that reach npu_ops, and torch_npu's."""
+    """Write each step's metrics to the rank's file, and count calls of npu_ops and torch_npu."""
     logging_utils = importlib.import_module(f"{home}.logging_utils")
     logging_utils.log = lambda args, metrics, step_key: write(metrics)
     count()
@@ -233,7 +244,8 @@ def count() -> None:
 
 
 def count_fused(args) -> None:
-    """For --custom-megatron-init-path: also functions whose `@jit_fuser` slime deletes."""
+    """For --custom-megatron-init-path: also count functions from which slime
+    removes `@jit_fuser`."""
     without_router_gemm()
     if args.num_experts:
         with_experts_group()
@@ -255,7 +267,7 @@ def note(name: str) -> None:
 
 
 def before_step(args, rollout_id, step_id, *training) -> None:
-    """For --custom-megatron-before-train-step-hook-path: calls on each rank, up to that step."""
+    """For --custom-megatron-before-train-step-hook-path: write each rank's calls so far."""
     write({"calls": CALLS})
 
 

@@ -1,9 +1,9 @@
-"""A trainer as its users start it: `ray start --head`, then slime's or Relax's own program.
+"""Start a trainer as users do: `ray start --head`, then slime's or Relax's own program.
 
 python stock.py FOLDER CPUS PROGRAM...
 
-FOLDER is the trainer's, and PROGRAM what Python is given there, such as `train.py --lr 1e-6`. Ray
-finds the NPUs of the machine itself. The exit status is that of the program.
+FOLDER is the trainer's; PROGRAM is what Python runs there, e.g. `train.py --lr 1e-6`. Ray finds the
+machine's NPUs itself. The exit status is the program's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MINUTES = 15
 
 def main(folder: str, cpus: str, *program: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends Ray too
-    short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # for names of sockets
+    short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # names of sockets must be short
     with short as scratch, head(cpus, scratch) as at:
         command = [sys.executable, *program]
         environment = os.environ | {"RAY_ADDRESS": at}
@@ -38,7 +38,7 @@ def main(folder: str, cpus: str, *program: str) -> int:
 
 @contextlib.contextmanager
 def head(cpus: str, scratch: str) -> Iterator[str]:
-    """Ray's address while it runs; all of its processes end with it."""
+    """Run Ray within the block and yield its address; all its processes end with it."""
     address = f"127.0.0.1:{free_port()}"
     ports = {"port": address.rpartition(":")[2], "dashboard-agent-listen-port": str(free_port())}
     command = [*RAY, "start", "--head", "--block", "--num-cpus", cpus, "--temp-dir", scratch]

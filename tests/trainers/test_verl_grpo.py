@@ -1,7 +1,8 @@
-"""verl's GRPO trainer on Ray with its NPU patches, with npu-ops instead, and the truth of the CPU.
+"""verl's GRPO trainer on Ray: with its NPU patches, with npu-ops, and the truth on the CPU.
 
-Three steps in fp32 on the same answers: losses, gradient norms, rewards, and each sequence's
-log-probabilities by actor and reference, agree to rounding. `make test-trainers`, minutes a run.
+Three steps in fp32 on the same answers. Losses, gradient norms, rewards and each sequence's
+log-probabilities, of actor and reference, agree up to rounding. Run by `make test-trainers`;
+a run takes minutes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ RULE = (*ATTENTION, "chunk_gated_delta_rule", "rms_norm_gated")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Of a model, on text or pictures, with so many workers; which of our operators compute.
+    """A run: model, text or pictures, number of workers, and which of our operators must be called.
 
-    packs: whether verl may without npu-ops, which would carry states from one sequence on.
+    packs: whether verl may pack sequences without npu-ops; it must not if states would carry over.
     """
 
     model: str
@@ -55,7 +56,10 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """Of a run by who and name, once; the truth is one worker's, for all runs of a model."""
+    """Return a function from (who, name) to a run's results; each runs once.
+
+    All runs of a model share the truth, from one worker.
+    """
     folder = tmp_path_factory.mktemp("grpo")
     verl_runs.write_models(folder, tuple({run.model for run in RUNS.values()}))
 
@@ -75,12 +79,13 @@ def agree(found: verl_grpo_runs.Steps, truth: verl_grpo_runs.Steps) -> None:
     for name, steps in truth.metrics.items():
         assert len(steps) == 3
         assert found.metrics[name] == pytest.approx(steps, rel=1e-4, abs=2e-6), name
-    assert len(truth.passes) == len(found.passes) == 2 * 3  # the actor's and the reference's
+    # one pass of the actor, one of the reference
+    assert len(truth.passes) == len(found.passes) == 2 * 3
     for mine, right in zip(found.passes, truth.passes, strict=True):
         assert len(right) == 4 * verl_grpo_runs.ANSWERS and mine.keys() == right.keys()
         for tokens, row in right.items():
             assert mine[tokens] == pytest.approx(row, abs=2e-5)
-    assert max(found.sampled) < 1e-6  # the rollout's server has the actor's weights
+    assert max(found.sampled) < 1e-6  # the rollout server has the actor's weights
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -107,8 +112,10 @@ def test_with_verls_patches(name, steps):
 
 
 def test_sglang_as_rollout(tmp_path):
-    """Its engine, on the CPU, samples by the weights that the actor sends: at each step its
-    probabilities are those that npu-ops computes in the actor."""
+    """SGLang's engine on the CPU samples with the weights that the actor sends.
+
+    At each step its probabilities are those that npu-ops computes in the actor.
+    """
     verl_runs.write_models(tmp_path, ("qwen3",))
     lines = RUNS["qwen3"].lines(tmp_path, "npu_ops") + verl_grpo_runs.with_sglang()
     path = verl_runs.variables()["PYTHONPATH"]
@@ -121,8 +128,10 @@ def test_sglang_as_rollout(tmp_path):
 
 
 def sampled_in_bf16(folder, **changes) -> tuple[float, ...]:
-    """Of each step, the largest difference of a token's probability: verl's actor, as it comes, and
-    SGLang's engine, both on the CPU in bf16."""
+    """Return, per step, the largest difference of a token's probability between actor and engine.
+
+    verl's actor is unchanged; both run on the CPU in bf16.
+    """
     verl_runs.write_models(folder, ("qwen3",))
     lines = RUNS["qwen3"].lines(folder, "npu_ops") + verl_grpo_runs.with_sglang()
     lines = [line.replace("param_dtype:fp32", "param_dtype:bf16") for line in lines]
@@ -136,7 +145,7 @@ def sampled_in_bf16(folder, **changes) -> tuple[float, ...]:
 
 
 def test_with_the_setting_the_actor_has_sglangs_probabilities(tmp_path):
-    """SGLang on CPUs takes the logarithm of the softmax: the last bit of fp32 may be another."""
+    """SGLang on CPUs takes the log of the softmax, which may change the last bit of fp32."""
     assert max(sampled_in_bf16(tmp_path, NPU_OPS_CONSISTENT="1")) < 2e-7
 
 

@@ -1,7 +1,7 @@
-"""verl's SFT trainer with its NPU patches, with npu-ops instead, and the truth from the CPU.
+"""verl's SFT trainer: with its NPU patches, with npu-ops, and the truth on the CPU.
 
-Two ranks, three steps in fp32: losses and gradient norms of each agree to rounding. What ran is
-counted on each rank. `make test-trainers`; one run of each kind is in `make test`.
+Two ranks, three steps in fp32: losses and gradient norms agree up to rounding, and each rank counts
+its operator calls. Run by `make test-trainers`; `make test` has one run of each kind.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ CLOSE = {"rel": 2e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model on text or pictures, how npu-ops runs it, and which of its operators then compute.
+    """A run: model, text or pictures, npu-ops's settings, and which of its operators must be
+    called.
 
-    task: what is trained, the same in all three.
+    task: settings of what is trained, shared by all three.
     """
 
     model: str
@@ -45,8 +46,12 @@ class Run:
         return verl_runs.overrides(folder, self.model, attention, *more, *self.task, data=self.data)
 
     def without_packing(self, folder, attention: str) -> list[str]:
-        """Packed sequences of Gated Delta Net are not the truth without npu-ops and fla: verl and
-        transformers carry states from one to the next."""
+        """Return settings that avoid packing Gated Delta Net, so that the result is right without
+        npu-ops.
+
+        Without npu-ops and fla, verl and transformers carry a packed sequence's state into the
+        next.
+        """
         return self.overrides(folder, attention, PADDED if self.model in DELTA_NET else PACKED)
 
 
@@ -82,7 +87,7 @@ def agree(found: verl_runs.Steps, truth: verl_runs.Steps) -> None:
 
 
 def test_qwen3_with_ulysses(tmp_path):
-    """Small enough for every day: attention exchanges tokens and heads over HCCL."""
+    """Small enough for `make test`: attention exchanges tokens and heads over HCCL."""
     verl_runs.write_models(tmp_path, ("qwen3",))
     run = RUNS["qwen3"]
     lines = run.overrides(tmp_path, OURS, PACKED, ULYSSES)
@@ -103,14 +108,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    """On the CPU."""
+    """The results of all runs on the CPU."""
     runs = {run.truth: run.without_packing(folder, EAGER) for run in RUNS.values()}
     return verl_runs.run(folder, "truth", runs)
 
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    """And two steps that are saved, with a third that goes on from there."""
+    """The results with npu-ops; also two steps that are saved, and a third resumed from there."""
     runs = {name: run.overrides(folder, OURS, *run.more) for name, run in RUNS.items()}
     saved = f"trainer.default_local_dir={folder / 'saved'}"
     runs["saved"] = RUNS["qwen3"].overrides(
@@ -124,7 +129,7 @@ def ours(folder):
 
 @pytest.fixture(scope="module")
 def shipped(folder):
-    """As verl is on an NPU today: flash attention by torch_npu."""
+    """The results of verl on an NPU as it is: flash attention by torch_npu."""
     runs = {run.truth: run.without_packing(folder, FLASH) for run in RUNS.values()}
     return verl_runs.run(folder, "shipped", runs)
 

@@ -1,10 +1,10 @@
-"""Relax as it is with npu-ops, its trainer with its NPU patches, and the truth from the CPU.
+"""Relax with npu-ops, its trainer with its NPU patches, and the truth on the CPU.
 
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
     python -m pytest tests/trainers/upstream_relax.py
 
-Four GRPO steps in fp32 as in upstream_slime.py, of which Relax's trainer is a descendant. With
-npu-ops Relax's own program runs, without a patch, and no module is written for it.
+Four GRPO steps in fp32 as in upstream_slime.py: Relax's trainer descends from slime's. With npu-ops
+Relax's own program runs without patches, and no module is written for it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def test_with_relaxs_patches(devices, folder, truth):
 
 
 def test_pictures_with_npu_ops(folder, truth):
-    """Megatron-Bridge's Qwen3-VL, with a picture in each answer and its layers recomputed."""
+    """Megatron-Bridge's Qwen3-VL with a picture in each answer; its layers are recomputed."""
     found = runs.run(folder, "npu_ops", "qwen3_vl")
     is_by_npu_ops(found, truth("qwen3_vl"), 1)
     called(found, VISION)
 
 
 def test_pictures_with_relaxs_patches(folder, truth):
-    """The same, nothing recomputed: of deepstack that needs a list to be saved."""
+    """The same without recomputation, which would have to save deepstack's list."""
     is_by_torch_npu(runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
-    """MindSpeed-Bridge's Qwen3.5, which Megatron's own layers are the truth of."""
+    """MindSpeed-Bridge's Qwen3.5; Megatron's own layers are the truth."""
     found = runs.run(folder, "npu_ops", "qwen3_5", devices, "split")
     is_by_npu_ops(found, truth("qwen3_5"), devices)
     called(found, DELTA_NET + GATES)
@@ -49,13 +49,14 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
-    """The same by MindSpeed-Bridge's delta rule in PyTorch: its kernels take bf16 alone."""
+    """The same with MindSpeed-Bridge's PyTorch delta rule, as its kernels take only bf16."""
     found = runs.run(folder, "shipped", "qwen3_5", devices, "split")
     is_by_torch_npu(found, truth("qwen3_5"))
 
 
 def test_gated_delta_net_of_whole_sequences(folder, truth):
-    """Two ranks, no --sequence-parallel: npu-ops sums the gradient of Gated Delta Net's norm."""
+    """Two ranks without --sequence-parallel: npu-ops sums the gradient of Gated
+    Delta Net's norm."""
     found = runs.run(folder, "npu_ops", "qwen3_5", 2)
     is_by_npu_ops(found, truth("qwen3_5"), 2)
     called(found, DELTA_NET + GATES)

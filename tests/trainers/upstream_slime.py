@@ -1,10 +1,10 @@
-"""slime v0.2.2 with its NPU patches, by its own train.py with npu-ops, and the truth from the CPU.
+"""slime v0.2.2: with its NPU patches, by its own train.py with npu-ops, and the truth on the CPU.
 
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime.py
 
-Four GRPO steps in fp32, of which each second is off its policy: losses, gradient norms and
-log-probabilities agree to rounding. What ran is counted on each rank.
+Four GRPO steps in fp32, of which every second is off-policy. Losses, gradient norms and
+log-probabilities agree up to rounding, and each rank counts its operator calls.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import slime_runs as runs
 
 # KL is a difference of log-probabilities of about 6, which fp32 resolves to 5e-7.
 CLOSE = {"rel": 5e-5, "abs": 4e-6}
-# Qwen3-Next's gradient norms are up to 30. Adam amplifies rounding with each step: one norm had an
-# error of 1.1e-4 after three updates.
+# Qwen3-Next's gradient norms are up to 30, and Adam amplifies rounding with each step: one norm had
+# an error of 1.1e-4 after three updates.
 CLOSE_AFTER_UPDATES = {"rel": 3e-4, "abs": 4e-6}
 # SGLang's engine computes in fp16.
 ENGINES_ROUNDING = 5e-3
 METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
-# Megatron's functions that are called instead of those that slime's patch changes.
+# Megatron's functions that run instead of those that slime's patch changes.
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 EXPERTS = ("npu_grouped_matmul",)
-VISION = ("apply_rotary_pos_emb",)  # transformers', of the tower
+VISION = ("apply_rotary_pos_emb",)  # transformers' vision tower calls it
 DELTA_NET = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
 
 
@@ -72,8 +72,12 @@ def test_with_slimes_patches(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
-    """slime's own layers of Qwen3-Next, of which fla is ours; each rank computes them whole. Two
-    mistakes of theirs are mended, one in the truth too: with one rank there is no other."""
+    """slime's own Qwen3-Next layers with our operators as fla; each rank computes them whole.
+
+    npu-ops repairs two faults of theirs. The truth has one of them repaired, too; the other needs
+    two
+    ranks.
+    """
     found = runs.run(folder, "npu_ops", "qwen3_next", devices)
     agree(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
     assert len(found.calls) == devices
@@ -82,14 +86,14 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_slimes_patches(devices, folder, truth):
-    """The same by fla's own kernels, with MindSpeed imported before mbridge."""
+    """The same with fla's own kernels, and with MindSpeed imported before mbridge."""
     found = runs.run(folder, "shipped", "qwen3_next", devices)
     is_by_torch_npu(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_experts_with_npu_ops(devices, folder, truth):
-    """On two ranks each has half of the experts, whole."""
+    """On two ranks each has half of the experts."""
     found = runs.run(folder, "npu_ops", "qwen3_moe", devices)
     is_by_npu_ops(found, truth("qwen3_moe"), devices)
     called(found, EXPERTS)
@@ -103,7 +107,7 @@ def test_experts_with_slimes_patches(devices, folder, truth):
 
 
 def test_pictures_with_npu_ops(folder, truth):
-    """Megatron-Bridge's Qwen3-VL, with a picture in each answer and its layers recomputed."""
+    """Megatron-Bridge's Qwen3-VL with a picture in each answer; its layers are recomputed."""
     found = runs.run(folder, "npu_ops", "qwen3_vl")
     is_by_npu_ops(found, truth("qwen3_vl"), 1)
     called(found, VISION)
@@ -114,7 +118,7 @@ def test_pictures_with_slimes_patches(folder, truth):
 
 
 def test_pictures_on_two_ranks_with_npu_ops(folder, truth):
-    """Sequence parallel, as slime's script for it."""
+    """With sequence parallelism, as in slime's script for the model."""
     found = runs.run(folder, "npu_ops", "qwen3_vl", 2, runs.EVEN)
     is_by_npu_ops(found, truth("qwen3_vl", rollouts=runs.EVEN), 2)
     called(found, VISION)
@@ -126,8 +130,10 @@ def test_pictures_on_two_ranks_with_slimes_patches(folder, truth):
 
 
 def test_sglang_as_rollout(folder):
-    """SGLang answers on another emulated NPU, by the weights that slime sends there by HCCL
-    before each rollout; from its answers the CPU learns the same."""
+    """SGLang answers on another emulated NPU; slime sends it weights by HCCL before each rollout.
+
+    Training on its answers gives the same results on the CPU.
+    """
     found = runs.run(folder, "engine", samples="sampled")
     is_by_npu_ops(found, runs.run(folder, "truth", rollouts="sampled"), 1)
     off = [step["train/train_rollout_logprob_abs_diff"] for step in found.steps]

@@ -1,11 +1,11 @@
-"""slime of August 2026 with SGLang's engine as rollout: its own train.py, on the emulated NPU.
+"""slime of August 2026 with SGLang's engine as rollout: its own train.py on the emulated NPU.
 
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
     python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime_served.py
 
-Whole steps of GRPO: the engine answers, Megatron learns, and the engine gets the new weights. No
-file is edited, and no module is written for it but the reward.
+Whole GRPO steps: the engine answers, Megatron trains, and the engine gets the new weights. No file
+is edited, and the only module written for it is the reward.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import slime_newest_runs
 import slime_served_runs as runs
 import upstream_slime
 
-ROUNDING = 2e-6  # of log-probabilities of about 6, in fp32
+ROUNDING = 2e-6  # for fp32 log-probabilities of about 6
 
 
 def apart(found) -> list[float]:
-    """Of each step, once the second rollout is seen to be by other weights than the first."""
+    """Return each step's difference from the engine; check that the second rollout
+    has new weights."""
     first, second = found.rollouts
     assert first["rollout/log_probs"] == first["rollout/ref_log_probs"]
     assert second["rollout/log_probs"] != second["rollout/ref_log_probs"]
@@ -34,7 +35,7 @@ def test_in_consistent_mode_the_engine_has_the_trainers_numbers(model, folder):
 
 
 def test_on_the_same_device(folder):
-    """Weights go to the engine by files, because there is no IPC on the emulated NPU."""
+    """Weights go to the engine through files, as the emulated NPU has no IPC."""
     found, _ = runs.run(folder, "qwen3", "bfloat16", consistent=True, colocated=True)
     assert apart(found) == [0.0] * 4
 

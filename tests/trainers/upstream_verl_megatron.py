@@ -4,11 +4,11 @@
     git clone https://github.com/ISEEKYAN/mbridge
     python tests/trainers/upstream_verl_megatron.py MindSpeed --megatron 0.16.1 --mbridge mbridge
 
-Three steps without npu-ops and with it, on one rank and with tensor and sequence
-parallelism on two: losses and gradient norms must be those of verl's FSDP
-engine on the CPU, and npu-ops must have computed with npu-ops. `--megatron` as for
-tests/adapters/upstream_mindspeed.py, whose stand-ins these are. Without a clone of mbridge its
-release, which has Qwen3 and Qwen3-MoE alone. The exit status is 1 if anything differs.
+Three steps without and with npu-ops, on one rank, and with tensor and sequence parallelism on two.
+Losses and gradient norms must be those of verl's FSDP engine on the CPU, and npu-ops's operators
+must have been called. `--megatron` is as for tests/adapters/upstream_mindspeed.py, whose stand-ins
+are used. Without a clone, mbridge's release is used, which has only Qwen3 and Qwen3-MoE. The exit
+status is 1 on a difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import verl_runs
 
 MBRIDGE = fetching.CACHE / "trainers" / "mbridge-0.15.1"
 PACKED, PADDED = (f"model.use_remove_padding={value}" for value in (True, False))
-# Megatron applies no weight decay to norms; FSDP's optimizer does.
+# Megatron applies no weight decay to norms, but FSDP's optimizer does.
 DECAY = "optim.weight_decay=0"
 DELTA_NET = ("chunk_gated_delta_rule", "causal_conv1d", "rms_norm_gated", "l2norm")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
@@ -37,9 +37,10 @@ CLOSE = 2e-5
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """On text or pictures, and which of npu-ops' operators compute.
+    """A run on text or pictures, and which of npu-ops's operators must be called.
 
-    alone: what MindSpeed without npu-ops needs. ranks: how many, one run for each.
+    alone: settings that MindSpeed needs without npu-ops.
+    ranks: numbers of ranks, one run for each.
     """
 
     data: str = "text"
@@ -65,7 +66,7 @@ RUNS = {
 
 
 def overrides(folder: pathlib.Path, model: str, ranks: int) -> list[str]:
-    """The FSDP engine's, where there is such a setting, and no checkpoint: it is not compared."""
+    """Return the FSDP run's settings, with Megatron's engine in place of its own."""
     run = RUNS[model]
     kept = [
         line
@@ -86,7 +87,7 @@ def overrides(folder: pathlib.Path, model: str, ranks: int) -> list[str]:
 
 
 def difference(found: verl_runs.Steps, truth: verl_runs.Steps) -> float:
-    """The largest, of the number."""
+    """Return the largest relative difference of losses and gradient norms."""
     pairs = zip((*found.losses, *found.norms), (*truth.losses, *truth.norms), strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""verl has platforms for GPUs and NPUs alone; this is one for the CPU, which computes the truth.
+"""A verl platform for the CPU, which computes the truth; verl only has GPUs and NPUs.
 
 VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_PLATFORM=cpu
 """
@@ -32,15 +32,16 @@ def register() -> None:
         "is_available": True, "is_platform_available": True, "device_count": 1,
         "current_device": torch.device("cpu"), "communication_backend_name": "gloo",
         "visible_devices_envvar": "CPU_VISIBLE_DEVICES",
-        "ray_resource_name": "NPU",  # verl's trainer counts those, or GPUs
+        "ray_resource_name": "NPU",  # verl's trainer counts NPUs or GPUs
         "get_device_capability": (None, None), "ray_noset_envvars": (), "rollout_env_vars": {},
     }  # fmt: skip
     body |= {
         name: lambda self, *args, value=value, **kwargs: value for name, value in answers.items()
     }
     PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), body))
-    # verl asks for "cpu:gloo,<device>:<backend>", which names the CPU twice here. FSDP asks for
-    # modules on a GPU before it broadcasts them.
+    # verl asks for "cpu:gloo,<device>:<backend>", which would name the CPU twice. FSDP requires
+    # modules
+    # on a GPU before it broadcasts them.
     start = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, **kwargs: start("gloo", **kwargs)
     fsdp._check_module_states_for_sync_module_states = lambda *args, **kwargs: None

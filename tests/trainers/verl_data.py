@@ -1,4 +1,4 @@
-"""Tiny random models of the real architectures, a tokenizer and text for verl, in one folder."""
+"""Writes tiny random models of real architectures, a tokenizer and data for verl to one folder."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TEXT = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     tie_word_embeddings=False, pad_token_id=0, eos_token_id=2, bos_token_id=None,
 )  # fmt: skip
-EXPERTS = dict(  # of no size twice: transformers tells by them which way round weights were saved
+EXPERTS = dict(  # all sizes differ: by them transformers tells how saved weights are transposed
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
 SHARED_EXPERT = dict(shared_expert_intermediate_size=64)
-DELTA_NET = dict(  # 3 layers of Gated Delta Net to 1 of attention
+DELTA_NET = dict(  # 3 layers of Gated Delta Net per layer of attention
     num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
     linear_value_head_dim=32, linear_conv_kernel_dim=4, full_attention_interval=4,
-    layer_types=[*["linear_attention"] * 3, "full_attention"],  # released models say it twice
+    layer_types=[*["linear_attention"] * 3, "full_attention"],  # released models have it too
 )  # fmt: skip
 VISION = dict(
     depth=2, hidden_size=32, intermediate_size=64, num_heads=2, in_channels=3, patch_size=8,
@@ -60,7 +60,7 @@ def rope(section, **changes) -> dict:
 
 
 PARTIAL = rope([4, 2, 2], partial_rotary_factor=0.5)
-# The beginning of a model's class names, and the settings of its text model and vision tower.
+# The prefix of a model's class names, and the settings of its text model and vision tower.
 MODELS = {
     "qwen3": ("Qwen3", TEXT, None),
     "qwen3_moe": ("Qwen3Moe", TEXT | EXPERTS | dict(norm_topk_prob=True), None),  # as released
@@ -68,7 +68,7 @@ MODELS = {
     "qwen3_5": ("Qwen3_5", TEXT | DELTA_NET | PARTIAL, VISION),
     "qwen3_5_moe": ("Qwen3_5Moe", TEXT | DELTA_NET | EXPERTS | SHARED_EXPERT | PARTIAL, VISION),
     "qwen3_vl": ("Qwen3VL", TEXT | rope([8, 4, 4]), VISION | DEEPSTACK),
-    "qwen3_vl_3": (  # Megatron's wants more layers than pictures go to
+    "qwen3_vl_3": (  # Megatron needs more layers than deepstack uses
         "Qwen3VL",
         TEXT | rope([8, 4, 4]) | dict(num_hidden_layers=3),
         VISION | DEEPSTACK,
@@ -79,8 +79,8 @@ SEES = tuple(name for name, (_, _, vision) in MODELS.items() if vision)
 
 
 def write(folder: pathlib.Path, names) -> None:
-    """The models in folders of their names, text and pictures for SFT and prompts of each."""
-    import pandas  # verl's: the tests themselves have it not
+    """Write the models to folders of their names, and SFT data and prompts: text and pictures."""
+    import pandas  # installed for verl, not for the tests themselves
 
     tokens = tokenizer()
     for name in names:
@@ -138,7 +138,7 @@ def conversation(question: str, answer: str) -> list[dict]:
 
 
 def prompt(row: dict) -> dict:
-    """What verl's RL trainers ask of a row: the question, and what a rule of reward is told."""
+    """Return a row for verl's RL trainers: the question, and the arguments of the reward."""
     question, answer = row["messages"]
     rule = {"style": "rule", "ground_truth": answer["content"]}
     pictures = {"images": row["images"]} if "images" in row else {}

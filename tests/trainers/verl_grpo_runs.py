@@ -1,4 +1,4 @@
-"""Starts verl_grpo.py on the emulated NPU or on the CPU, and reads what it wrote."""
+"""Starts verl_grpo.py on the emulated NPU or on the CPU, and reads its results."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from verl_runs import FP32, HERE
 
 ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 MODEL = "actor_rollout_ref.model"
-# By default Ray's workers run at nice 15, and are ended if the machine's memory is short.
+# By default Ray's workers run at nice 15, and are killed when memory runs low.
 RAY = {
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-ANSWERS, LENGTH = 4, 16  # for a prompt, and the tokens of each at most
+ANSWERS, LENGTH = 4, 16  # answers per prompt, and most tokens of an answer
 METRICS = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean")
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What a run found.
+    """The results of a run.
 
-    metrics: verl's, of each step by name. passes: of each step, the log-probabilities of the actor
-    before its update, then the reference's: of each sequence by its tokens. sampled: of each step,
-    the largest difference of a probability, the actor's from the rollout's. calls: of each worker.
+    metrics: verl's, per step, by name.
+    passes: per step, log-probabilities of the actor before its update, then of the reference. Each
+    maps
+      a sequence's tokens to its log-probabilities.
+    sampled: per step, the largest difference between the actor's and the rollout's probabilities.
+    calls: counted calls of each worker.
     """
 
     metrics: Mapping[str, tuple[float, ...]]
@@ -44,9 +47,9 @@ class Steps:
 
 
 def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data="text") -> list:
-    """Of verl's configuration: 3 steps of 4 prompts in fp32, and two updates in each.
+    """Return settings for verl: 3 steps of 4 prompts in fp32, with two updates each.
 
-    The second begins where the first ended, so that the policies' ratio is not 1.
+    The second update starts where the first ended, so the ratio of the policies is not 1.
     """
     both = (ACTOR, REFERENCE)
     return [
@@ -97,7 +100,7 @@ SGLANG = {
 
 
 def with_sglang() -> list[str]:
-    """SGLang's engine on the CPU, whose first weights are the actor's: its own are random."""
+    """Return settings for SGLang's engine on the CPU; the actor sends even its first weights."""
     return [
         f"{MODEL}.external_lib=verl_sglang",
         f"{ROLLOUT}.name=sglang",
@@ -112,7 +115,7 @@ def with_sglang() -> list[str]:
 
 
 def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
-    """Variables: SGLang's packages come after `path`, and the environment's Triton before both."""
+    """Return variables: SGLang's packages come after `path`, this environment's Triton first."""
     folder.mkdir()
     triton = importlib.util.find_spec("triton").submodule_search_locations[0]
     (folder / "triton").symlink_to(triton)
@@ -121,11 +124,11 @@ def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
 
 
 def on(workers: int) -> list[str]:
-    """Ray knows NPUs by their files in /dev, which the emulated ones have not: it is told."""
+    """Return settings that tell Ray about the NPUs, which it would look for in /dev."""
     ray = {"address": "local", "include_dashboard": False, "object_store_memory": 200_000_000}
     return [
         f"trainer.n_gpus_per_node={workers}",
-        f"{ROLLOUT}.tensor_model_parallel_size={workers}",  # of one server
+        f"{ROLLOUT}.tensor_model_parallel_size={workers}",  # one server
         "ray_kwargs.ray_init.num_cpus=16",
         f"+ray_kwargs.ray_init.resources={{NPU:{workers}}}",
         *(f"+ray_kwargs.ray_init.{name}={value}" for name, value in ray.items()),
@@ -141,7 +144,7 @@ def run(
     workers: int,
     **changes: str,
 ) -> Steps:
-    """`answers`: a file, which "truth" writes as it samples and the others read."""
+    """Run verl; return the results. answers: a file that "truth" writes and the others read."""
     results = folder / f"grpo_{who}" / name
     results.parent.mkdir(exist_ok=True)
     options = {"record": folder / answers, "results": results, "replays": who != "truth"}
@@ -150,7 +153,7 @@ def run(
         *(sys.executable, str(HERE / "verl_grpo.py"), *lines, *on(workers)),
         f"+{ROLLOUT}.engine_kwargs.transformers={{{given}}}",
     ]
-    # The name of a socket is limited to 107 characters, and it contains Ray's folder.
+    # Names of sockets are limited to 107 characters, which include Ray's folder.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:
         files = {"VERL_FILE_LOGGER_PATH": f"{results}.jsonl", "RAY_TMPDIR": ray}
         verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files, **changes)

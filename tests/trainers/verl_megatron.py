@@ -1,8 +1,8 @@
-"""verl_sft.py with verl's Megatron engine: the same arguments, "truth" excepted.
+"""verl_sft.py with verl's Megatron engine: the same arguments, except "truth".
 
-MindSpeed imports modules that a machine without an NPU lacks; they are stood in for. In fp32, which
-the engine's configuration refuses and its code does not. mbridge knows a picture by the number that
-its tokens have in the released models: it is told ours.
+Modules that MindSpeed imports and a machine without an NPU lacks have stand-ins. Training is in
+fp32, which the engine's configuration refuses but its code supports. mbridge expects the picture
+tokens of released models; here it is told ours.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main(*arguments: str) -> None:
         build(self)
 
     transformer_impl.MegatronEngine._build_tf_config = build_in_fp32
-    with contextlib.suppress(ImportError):  # the release has no such model
+    with contextlib.suppress(ImportError):  # mbridge's release lacks the model
         from mbridge.models.qwen3_vl import base_bridge, transformer_config
 
-        if arguments[1] == "shipped":  # MindSpeed sets it on Megatron's class, not on mbridge's
+        if arguments[1] == "shipped":  # MindSpeed sets it on Megatron's class only
             transformer_config.Qwen3VLTransformerConfig.use_flash_attn = True
         names = ("image_token_id", "video_token_id", "vision_start_token_id")
         tokens = {name: verl_data.TOKENS[name] for name in names}

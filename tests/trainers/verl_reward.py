@@ -1,4 +1,4 @@
-"""The rule of the reward: how much of an answer is letters."""
+"""The reward: the share of letters in an answer."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:

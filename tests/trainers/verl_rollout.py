@@ -1,11 +1,11 @@
-"""A rollout of verl's that is transformers' generate on the CPU: verl's own need vLLM or SGLang.
+"""A rollout for verl by transformers' generate on the CPU; verl's own need vLLM or SGLang.
 
-Named by `model.external_lib` and `rollout.name=transformers`. One server, a process of Ray with a
-whole model, gets the actor's weights as vLLM's would. It writes down what it sampled, or reads
-that and answers with it: then every trainer learns from the same tokens. Log-probabilities are
-always those of the weights it has.
+Selected by `model.external_lib` and `rollout.name=transformers`. One server, a Ray process with the
+whole model, receives the actor's weights as vLLM's server would. It records the answers it samples,
+or replays recorded ones, so that every trainer learns from the same tokens. Log-probabilities
+always come from its current weights.
 
-rollout.engine_kwargs.transformers: {"record": the file, "replays": whether it is read}.
+rollout.engine_kwargs.transformers: {"record": the file, "replays": whether to read it}.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ NAME = "transformers"
 
 
 def register(weights: str) -> None:
-    """`weights`: the path of the class for workers, Weights or one of its kind."""
+    """Register the rollout. weights: import path of the workers' class, Weights or a subclass."""
     base._ROLLOUT_REGISTRY[NAME, "async"] = weights
     replica.RolloutReplicaRegistry.register(NAME, lambda: Replica)
 
 
 class Weights(base.BaseRollout):
-    """In each worker: the actor's weights for the server, sent by the first."""
+    """Runs in each worker: sends the actor's weights to the server, from rank 0."""
 
     async def resume(self, tags):
-        """Nothing is ever released."""
+        """Do nothing: nothing is ever released."""
 
     async def release(self):
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     async def update_weights(self, weights, global_steps=None, **kwargs):
-        state = {name: tensor.detach().cpu() for name, tensor in weights}  # by all: they gather
+        # gathering needs all ranks
+        state = {name: tensor.detach().cpu() for name, tensor in weights}
         if torch.distributed.get_rank() == 0:
             await ray.get_actor(NAME).load.remote(state, global_steps)
 
@@ -63,7 +64,7 @@ class Replica(replica.RolloutReplica):
 
 
 class Server:
-    """The model, and what was sampled of it."""
+    """The model, and the answers sampled from it."""
 
     def __init__(self, path: str, length: int, record: pathlib.Path, replays: bool):
         torch.set_num_threads(1)
@@ -87,7 +88,7 @@ class Server:
     async def generate(
         self, request_id, *, prompt_ids, sampling_params, image_data=None, **kwargs
     ) -> replica.TokenOutput:
-        """The n-th answer to this prompt at this step, whoever asks first."""
+        """Return the n-th answer to this prompt in this step, whichever request comes first."""
         pictures = self.pictures(image_data)
         asked = self.step, tuple(prompt_ids), *(x.numpy().tobytes() for x in pictures.values())
         key = hashlib.sha256(repr((*asked, self.asked[asked])).encode()).hexdigest()[:16]
@@ -108,7 +109,7 @@ class Server:
         return dict(self.images(images, return_tensors="pt")) if images else {}
 
     def sample(self, prompt, pictures, temperature: float) -> list[int]:
-        """No special token but the end: a picture's would need a picture."""
+        """Sample without special tokens except the end: a picture token would need a picture."""
         end = self.tokens.eos_token_id
         others = set(range(len(self.tokens), self.model.config.get_text_config().vocab_size))
         others |= set(self.tokens.all_special_ids) | set(self.tokens.added_tokens_decoder)
@@ -121,22 +122,22 @@ class Server:
 
     @torch.no_grad()
     def score(self, prompt, answer, pictures) -> list[float]:
-        """One forward over it all: log-probabilities of the answer's tokens."""
+        """Return the log-probabilities of the answer's tokens, from one forward."""
         whole = torch.cat((prompt, torch.tensor([answer])), dim=1)
         logits = self.model(whole, **pictures, **self.kinds(whole)).logits[0]
         logits = logits[prompt.shape[1] - 1 : -1].log_softmax(-1)
         return logits.gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist()
 
     def kinds(self, tokens) -> dict[str, torch.Tensor]:
-        """Which tokens are a picture's, as the processor says it."""
+        """Return which tokens are a picture's, in the processor's form."""
         if self.images is None:
             return {}
         return {"mm_token_type_ids": (tokens == self.model.config.image_token_id).int()}
 
     async def sleep(self):
-        """Answers are complete: keep them."""
+        """Save the answers: at this point they are complete."""
         if not self.replays:
             self.record.write_text(json.dumps(self.sampled))
 
     async def wake_up(self):
-        """Nothing sleeps."""
+        """Do nothing: the server never sleeps."""

@@ -1,4 +1,4 @@
-"""Starts verl_sft.py under torchrun, on the emulated NPU or on the CPU, and reads what it wrote."""
+"""Starts verl_sft.py under torchrun on the emulated NPU or on the CPU, and reads its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What a run found: verl's loss and gradient norm of each step, and calls of each rank."""
+    """A run's results: loss and gradient norm of each step, and each rank's counted calls."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -29,7 +29,7 @@ class Steps:
 
 
 def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data="text") -> list:
-    """Of verl's configuration: 3 steps of 4 rows in fp32, which two devices compute alike."""
+    """Return settings for verl: 3 steps of 4 rows in fp32, computed alike on two devices."""
     return [
         f"model.path={folder / model}",
         f"+model.override_config.attn_implementation={attention}",
@@ -65,7 +65,10 @@ def run(
     ranks: int = RANKS,
     program: str = "verl_sft.py",
 ) -> dict[str, Steps]:
-    """Each of `runs`, one after the other in the same processes; checkpoints lie with results."""
+    """Run each of `runs`, one after the other in the same processes; return the results by name.
+
+    Checkpoints go to the folder of the results.
+    """
     runs = {
         name: [f"trainer.default_local_dir='{folder / who / name}'", *lines]
         for name, lines in runs.items()
@@ -80,7 +83,7 @@ def run(
 
 
 def finish_as(who: str, devices: int, command: list[str], **changes: str) -> None:
-    """As verl_sft.py calls them: the truth on the CPU, the others on so many emulated NPUs."""
+    """Run a command as `who`: "truth" on the CPU, the others on emulated NPUs."""
     if who != "npu_ops":
         changes = {"NPU_OPS_DISABLE": "all"} | changes
     if who == "truth":
@@ -92,7 +95,7 @@ def finish_as(who: str, devices: int, command: list[str], **changes: str) -> Non
 
 
 def emulated(devices: int, command: list[str]) -> list[str]:
-    """The command, on so many emulated NPUs."""
+    """Return the command that runs `command` on this number of emulated NPUs."""
     return [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--", *command]
 
 
@@ -105,7 +108,7 @@ def read(results: pathlib.Path, name: str, ranks: int) -> Steps:
 
 
 def variables(**changes: str) -> dict[str, str]:
-    """verl's packages come before ours; ours are there by the environment's own path."""
+    """Return the environment: verl's packages come before this environment's."""
     path = [
         *fetch_verl.path(),
         fetch_verl.queue(),

@@ -1,11 +1,15 @@
-"""verl's own SFT trainer, several times in one process of torchrun.
+"""verl's own SFT trainer, run several times in one process of torchrun.
 
 python -m torch.distributed.run --no-python -- python verl_sft.py FOLDER WHO RUNS
 
-FOLDER: with the models. WHO: "shipped", with verl's NPU patches and without npu-ops; "npu_ops",
-with it and without them; "truth", on the CPU without either. RUNS: JSON, a list of overrides of
-verl's configuration for each name. Written to FOLDER/WHO for each run: NAME.jsonl, verl's metrics
-of each step, and NAME.RANK.json, how often each operator was called on that rank.
+FOLDER: has the models.
+WHO: "shipped", with verl's NPU patches and without npu-ops; "npu_ops", the other way round;
+"truth",
+on the CPU without either.
+RUNS: JSON, {name: list of overrides of verl's configuration}.
+
+For each run FOLDER/WHO gets NAME.jsonl, verl's metrics of each step, and NAME.RANK.json, the calls
+of each operator on that rank.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ def main(folder: str, who: str, runs: str) -> None:
     from verl.utils.checkpoint import checkpoint_handler
     from verl.utils.device import auto_set_device
 
-    if who == "truth":  # it loads what it saves back to a device by its number
+    if who == "truth":  # saved tensors are loaded back to a device by number
         checkpoint_handler.CheckpointHandler.save_checkpoint = lambda self, step: None
     keep_process_group(sft_trainer)
     calls = collections.Counter()
@@ -50,7 +54,7 @@ def main(folder: str, who: str, runs: str) -> None:
 
 
 def keep_process_group(sft_trainer) -> None:
-    """For all runs, as torch's rendezvous is for one."""
+    """Keep one process group for all runs, because torch's rendezvous works once."""
     start = torch.distributed.init_process_group
 
     def once(*args, **kwargs):
@@ -62,7 +66,7 @@ def keep_process_group(sft_trainer) -> None:
 
 
 def count(calls: collections.Counter, who: str) -> None:
-    """Note the calls that reach npu_ops, and those of torch_npu's operators by their names."""
+    """Count the calls of npu_ops, and those of torch_npu's operators, by name."""
 
     def note(name: str) -> None:
         calls[name] += 1

@@ -1,9 +1,9 @@
-"""verl's own rollout of SGLang, for verl_worker.py's workers: the engine on the CPU.
+"""verl's own SGLang rollout for the workers of verl_worker.py, with the engine on the CPU.
 
-Named by `model.external_lib`. The server is verl's, in a process of Ray without torch_npu, and so
-are its HTTP and the weights' way through shared memory. What is not verl 0.9.1's: weights leave the
-device first, for the engine is not on it. And verl 0.9.1 is for SGLang 0.5.12, not 0.5.23, whose
-arguments are no dataclass, and which takes weights within a session.
+Selected by `model.external_lib`. The server is verl's, in a Ray process without torch_npu, and so
+are its HTTP interface and the transfer of weights through shared memory. Changes to verl 0.9.1:
+weights leave the device first, as the engine is not on it. It supports SGLang 0.5.12; 0.5.23 has
+arguments that are no dataclass, and takes weights within a session.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_CPU = {
 
 
 class Weights(sglang_rollout.ServerAdapter):
-    """In each worker: verl's, and what verl_worker.py writes down."""
+    """verl's class in each worker; it also writes verl_worker.py's records."""
 
     async def update_weights(self, weights, global_steps=None, **kwargs):
         await self._init_server_adapter()
@@ -44,7 +44,7 @@ class Weights(sglang_rollout.ServerAdapter):
 
 
 def with_sessions(adapter: type) -> None:
-    """What SGLang 0.5.23's interface has beyond 0.5.12's: its server takes both."""
+    """Add the methods that SGLang 0.5.23's interface has beyond 0.5.12's; its server takes both."""
     for name in ("begin_weight_update", "end_weight_update"):
         call = functools.partialmethod(adapter._make_async_request, name, {})
         setattr(adapter, name, call)
@@ -55,9 +55,9 @@ def begin() -> None:
     with_sessions(sglang_rollout.AsyncHttpServerAdapter)
     base._ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.Weights"
     sglang_rollout._to_ipc_device = torch.Tensor.cpu
-    patch_torch.monkey_patch_torch_reductions = lambda: None  # for the numbers of GPUs
-    torch.multiprocessing.set_sharing_strategy("file_system")  # its server is not a child
-    # verl asks whether SGLang can keep weights in memory while it sleeps; here it cannot.
+    patch_torch.monkey_patch_torch_reductions = lambda: None  # it translates GPU numbers
+    torch.multiprocessing.set_sharing_strategy("file_system")  # its server is not a child process
+    # verl checks whether SGLang can keep weights in memory while it sleeps; here it cannot.
     async_sglang_server.dataclasses = types.SimpleNamespace(fields=lambda arguments: ())
     platform = type(get_platform())
     theirs = platform.rollout_env_vars
@@ -66,7 +66,10 @@ def begin() -> None:
 
 
 def without_npus(path: str) -> str:
-    """Of verl_grpo_runs.py: SGLang takes torch_npu for an NPU, and wants the Triton it needs."""
+    """Drop folders that verl_grpo_runs.py adds: SGLang would take torch_npu for an NPU.
+
+    It also needs its own Triton.
+    """
     folders = [pathlib.Path(folder) for folder in path.split(os.pathsep)]
     kept = [
         x for x in folders if not (x / "triton").is_symlink() and not (x / "torch_npu").exists()

@@ -1,10 +1,10 @@
-"""What verl's processes import by `model.external_lib`: the rollout, and what workers write down.
+"""verl's processes import this by `model.external_lib`: the rollout, and the workers' records.
 
-GRPO_WHO: who it is, as for verl_sft.py. Each worker, when it has sent its weights, writes
-RESULTS.RANK.json with the calls of each operator and, for each pass of actor or reference, the
-log-probabilities of each sequence by its tokens.
+GRPO_WHO: who computes, as for verl_sft.py. After a worker has sent its weights, it writes
+RESULTS.RANK.json: calls of each operator and, for each pass of actor or reference, each sequence's
+log-probabilities by its tokens.
 
-rollout.engine_kwargs.transformers: {"results": RESULTS, ...}, the others verl_rollout.py's.
+rollout.engine_kwargs.transformers: {"results": RESULTS, ...}; the others are verl_rollout.py's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CALLS, PASSES = collections.Counter(), []
 
 
 class Weights(verl_rollout.Weights):
-    """Writes down what was noted since the worker began."""
+    """Writes the worker's records after each update of the weights."""
 
     async def update_weights(self, weights, global_steps=None, **kwargs):
         await super().update_weights(weights, global_steps, **kwargs)
@@ -33,14 +33,14 @@ class Weights(verl_rollout.Weights):
 
 
 def write_down(config) -> None:
-    """`config`: of the rollout."""
+    """Write the worker's records. config: the rollout's."""
     name = config.engine_kwargs[verl_rollout.NAME]["results"]
     found = {"calls": CALLS, "passes": PASSES}
     pathlib.Path(f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 class Worker(engine_workers.TrainingWorker):
-    """Of actor and reference: notes the log-probabilities it returns."""
+    """The worker of actor and reference; records the log-probabilities it returns."""
 
     def infer_batch(self, data):
         tokens = [row.tolist() for row in data["input_ids"].unbind()]
@@ -54,7 +54,7 @@ def begin() -> None:
     verl_rollout.register(f"{__name__}.Weights")
     engine_workers.ActorRolloutRefWorker.actor_worker_cls = Worker
     engine_workers.ActorRolloutRefWorker.ref_worker_cls = Worker
-    if WHO == "truth":  # weights go to a device and back: to its number, and to pinned memory
+    if WHO == "truth":  # weights move to a device number, and through pinned memory
         transformer_impl.load_fsdp_model_to_gpu = lambda model: None
         torch.Tensor.pin_memory = lambda self: self
     verl_sft.count(CALLS, WHO)

@@ -1,9 +1,9 @@
-"""Checks of one megatron-core release, in a process of its own.
+"""Checks of one megatron-core release, in a process of their own.
 
 python -c "import megatron_checks; megatron_checks.run('early')"    with the release on PYTHONPATH
 
-Prints a line of JSON for each check: its name, and null or the error. `early`: the adapters are
-registered before Megatron is imported, as `import torch` does. `late`: after all of it.
+Prints a line of JSON for each check: its name, and null or the error. `early` registers the
+adapters before Megatron is imported, as `import torch` does; `late` after all of it was imported.
 """
 
 from __future__ import annotations

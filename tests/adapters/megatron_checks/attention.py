@@ -10,7 +10,7 @@ from megatron_checks.results import core_attention, leaf
 
 @check("early")
 def attention_calls_reach_npu_ops():
-    """Including calls that Megatron rejects: packed sequences, a bias, values of another width."""
+    """Includes calls that Megatron rejects: packed sequences, a bias, values of another width."""
     import megatron_cpu
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -47,7 +47,7 @@ def attention_calls_reach_npu_ops():
 
 @check("early")
 def attention_reads_masks_and_lengths_again():
-    """Each layer reads them, in case other code wrote to their memory."""
+    """Each layer reads masks and lengths again, as other code may have written to their memory."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
     from writes import WRITES
@@ -88,7 +88,7 @@ def attention_reads_masks_and_lengths_again():
 
 @check("early")
 def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
-    """Unless MindSpeed's arguments say that masks are general: then a given mask is applied."""
+    """Only if MindSpeed's arguments declare masks as general is a given mask applied."""
     import megatron_cpu
     import torch
     from megatron.core.transformer import enums
@@ -108,7 +108,7 @@ def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
 
     causal = compute(None, kinds.causal)
     assert compute(mask, kinds.causal).equal(causal)
-    # a mask as Bridge passes it
+    # a padding mask, as Bridge passes it
     assert compute(torch.ones(1, 6, dtype=torch.bool), kinds.causal).equal(causal)
     general = compute(mask, kinds.causal, attention_mask_type="general")
     assert not general.equal(causal)
@@ -125,7 +125,7 @@ def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
 
 @check("early")
 def a_row_that_sees_no_key_is_0_and_in_megatron_the_mean_of_all_values():
-    """As docs/frameworks.md says; every other row is the same."""
+    """docs/frameworks.md says so. All other rows are the same."""
     import megatron_cpu
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -148,7 +148,7 @@ def a_row_that_sees_no_key_is_0_and_in_megatron_the_mean_of_all_values():
 
 @check("early")
 def multi_latent_attention_trains():
-    """Without Transformer Engine; Megatron's own DotProductAttention cannot train it."""
+    """Needs no Transformer Engine. Megatron's own DotProductAttention cannot train it."""
     import megatron_cpu
 
     try:

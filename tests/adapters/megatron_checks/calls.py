@@ -45,7 +45,7 @@ def calls_reach_npu_ops():
 
 @check("early")
 def swiglu_calls_reach_npu_ops():
-    """Forward and backward, of each of Megatron's forms, with the numbers of the formula."""
+    """Each of Megatron's forms, forward and backward, has the formula's numbers."""
     import torch
     from npu_ops_tools import demo_model
 
@@ -66,7 +66,7 @@ def swiglu_calls_reach_npu_ops():
         wrt = [tensor for tensor in given if tensor is not None]
         with demo_model.Counter() as counter:
             found = torch.autograd.grad(function(*given).square().sum(), wrt)
-        again = len(given) == 3  # the gradient of weights needs the result
+        again = len(given) == 3  # the gradient of the weights needs the result
         assert counter.calls["npu_ops.swiglu.default"] == 1 + again
         assert counter.calls["npu_ops.swiglu_backward.default"] == 1
         expected = formula(*given)
@@ -76,7 +76,7 @@ def swiglu_calls_reach_npu_ops():
 
 @check("early")
 def swiglu_of_other_calls_is_megatrons():
-    """Of float64; and with NPU_OPS_CONSISTENT, bit for bit."""
+    """float64 calls, and all calls with NPU_OPS_CONSISTENT: bit for bit."""
     import torch
     from npu_ops_tools import demo_model
 
@@ -96,7 +96,7 @@ def swiglu_of_other_calls_is_megatrons():
 
 @check("early")
 def gated_delta_net_calls_reach_npu_ops():
-    """In forward and backward of each of the three layers."""
+    """Holds for forward and backward of each of the three layers."""
     import megatron_cpu
     from npu_ops_tools import demo_model
 
@@ -108,7 +108,7 @@ def gated_delta_net_calls_reach_npu_ops():
     expected = {
         "chunk_gated_delta_rule": 3,
         "causal_conv1d": 3,
-        "l2norm": 3 if has_method else 6,  # queries and keys in one call from 0.18 on
+        "l2norm": 3 if has_method else 6,  # from 0.18 on one call for q and k
         "gdn_gate": 3 if has_method else 0,
         "rms_norm_gated": 3,
     }

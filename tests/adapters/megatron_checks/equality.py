@@ -54,7 +54,7 @@ def with_us_computed():
 
 @check("early")
 def reverted():
-    """Check that everything is restored, also functions that were imported from us by value."""
+    """Check that everything is restored, even functions of ours that others imported by value."""
     import npu_ops_adapters
     import torch
 
@@ -118,7 +118,7 @@ def bridge_equals_megatrons():
 
 @check("early")
 def a_spec_by_hand_has_our_attention():
-    """Nothing is registered here; a spec is not changed, and the second call returns the same."""
+    """No adapter is registered. npuify changes no spec; called again it returns the same one."""
     import megatron_cpu
     import npu_ops_adapters.megatron
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -146,4 +146,4 @@ def the_model_equals_megatrons():
 @check("early")
 def gated_delta_net_equals_megatrons():
     compare("gated delta net, model")
-    compare("gated delta net, layer", unit=0, rounding=2**-5)  # the ops run one after the other
+    compare("gated delta net, layer", unit=0, rounding=2**-5)  # several ops in sequence

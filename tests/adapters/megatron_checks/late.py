@@ -1,4 +1,4 @@
-"""Check adapters that are applied after all of Megatron was imported, and reverted."""
+"""Check adapters that are applied after all of Megatron was imported, then reverted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nothing_is_registered():
 
 @release.check("late")
 def jit_fuser_is_undone():
-    """Every function that the source decorates is compiled before and plain afterwards."""
+    """Every function decorated in the source is compiled before, and plain afterwards."""
     import npu_ops_adapters
     import torch
     from npu_ops_adapters.megatron import jit_fuser
@@ -32,7 +32,8 @@ def jit_fuser_is_undone():
 
     found = release.states(npu_ops_adapters.apply())
     assert release.targets() < found.keys() and set(found.values()) == {"applied"}, found
-    assert len(found) - len(release.targets()) == len(fixed)  # each has a patch of its own
+    # each decorated function has its own patch
+    assert len(found) - len(release.targets()) == len(fixed)
     assert set(jit_fuser.uncompiled()) == set(fixed)
     held = release.snapshot()
     for path, value in compiled.items():
@@ -46,7 +47,7 @@ def jit_fuser_is_undone():
 
 @release.check("late")
 def what_says_torch_compile_stays_compiled():
-    """Some methods of the router are decorated with torch.compile itself, on purpose."""
+    """Some methods of the router deliberately use torch.compile itself."""
     router = importlib.import_module("megatron.core.transformer.moe.router")
     source = pathlib.Path(router.__file__).read_text()
     compiled = [
@@ -108,6 +109,6 @@ def modules_run_again_are_patched_again():
         assert release.targets() <= found.keys() and set(found.values()) == {"applied"}, found
     train = sys.modules[release.BDA].bias_dropout_add_fused_train
     assert inspect.unwrap(train).__globals__ is vars(sys.modules[release.BDA])
-    assert train.__wrapped__ is inspect.unwrap(train)  # once
+    assert train.__wrapped__ is inspect.unwrap(train)  # wrapped only once
     npu_ops_adapters.revert()
     assert sys.modules[release.BDA].bias_dropout_add_unfused.__module__ == release.BDA

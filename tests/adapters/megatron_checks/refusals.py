@@ -10,7 +10,7 @@ from megatron_checks.results import angles, leaf
 
 @check("early")
 def gated_delta_net_is_not_half_replaced():
-    """Without fla and with an op disabled, no layer is built, as without npu-ops."""
+    """Without fla and with an op disabled, no layer can be built, as without npu-ops."""
     import megatron_cpu
     import npu_ops_adapters
 

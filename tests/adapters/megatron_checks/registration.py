@@ -29,7 +29,8 @@ def every_patch_is_applied():
 
 @release.check("early")
 def jit_fuser_compiles_nothing():
-    """Our decorator saw exactly the names that the source decorates, and compiles none of them."""
+    """Our decorator saw exactly the functions decorated in the source, and compiled
+    none of them."""
     from npu_ops_adapters.megatron import jit_fuser
 
     fixed, local = release.decorated_sites()
@@ -63,7 +64,7 @@ def rope_fusion_is_a_valid_configuration():
 
 @release.check("early")
 def a_layer_takes_our_functions():
-    """Megatron's build_module takes plain functions and classes only."""
+    """Megatron's build_module accepts only plain functions and classes."""
     module = sys.modules[release.BDA]
     for function in (
         module.bias_dropout_add_fused_train,

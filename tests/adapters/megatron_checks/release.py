@@ -15,7 +15,7 @@ SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 GDN = "megatron.core.ssm.gated_delta_net"
 TRANSFORMER = "megatron.core.transformer"
-BRIDGE = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"  # a double of it
+BRIDGE = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"  # a stand-in for it
 CHECKPOINT = "megatron.core.tensor_parallel.random"
 TARGETS = {
     (f"{JIT}:jit_fuser", "jit_fuser"),
@@ -84,7 +84,7 @@ def is_of_gated_delta_net(function) -> bool:
     return function.__name__.startswith("gated_delta_net")
 
 
-# Names that this release defines
+# Names that the release defines
 
 
 def decorated_sites() -> tuple[dict[str, str], dict[str, str]]:
@@ -127,7 +127,7 @@ def attribute(path: str, module: str):
 
 
 def import_everything() -> None:
-    """Import every module with a decorated function or with a name that we replace by value."""
+    """Import every module with a decorated function, or with a name that we rebind."""
     fixed, local = decorated_sites()
     for module in {JIT, BDA, ROPE, *fixed.values(), *local.values()}:
         importlib.import_module(module)

@@ -65,12 +65,12 @@ def bias_dropout_add_results() -> dict:
             "aliases x": torch.tensor(out.data_ptr() == x.data_ptr()),
             "x afterwards": x.detach(),
         }
-    with torch.no_grad():  # Megatron looks at requires_grad, not at the grad mode
+    with torch.no_grad():  # Megatron checks requires_grad, not the grad mode
         x, bias = leaf(3, 16, dtype=full, grad=False), leaf(16, dtype=full)
         out = functions["fused inference"]((x, bias), leaf(3, 16, dtype=full, grad=False), 0.1)
         aliases = torch.tensor(out.data_ptr() == x.data_ptr())
         results["bda, a parameter as bias under no_grad"] = {"output": out, "aliases x": aliases}
-    # Calls that are left to Megatron: other shapes, and memory that is not contiguous.
+    # Calls that are left to Megatron: other shapes, and tensors that are not contiguous.
     out = functions["fused train"](
         (leaf(3, 2, 16, dtype=full), None), leaf(1, 2, 16, dtype=full), 0.0
     )
@@ -83,7 +83,7 @@ def bias_dropout_add_results() -> dict:
 
 
 def angles(*shape, interleaved=False, seed=5):
-    """Return freqs [..., r] as Megatron makes them: each angle twice."""
+    """Return freqs [..., r] as Megatron makes them, with each angle twice."""
     import torch
 
     draw = torch.Generator().manual_seed(seed)
@@ -138,7 +138,7 @@ def rope_results() -> dict:
 
 
 def configurations():
-    """Yield stand-ins for a TransformerConfig; fused if our functions fill the slots."""
+    """Yield stand-ins for a TransformerConfig. They are fused if Megatron has a fused function."""
     fused = sys.modules[ROPE].fused_apply_rotary_pos_emb is not None
     for section in (None, [4, 2, 2]):
         yield types.SimpleNamespace(
@@ -150,7 +150,7 @@ def configurations():
 
 
 class Group:
-    """A context-parallel group."""
+    """A context-parallel group's size and rank."""
 
     def __init__(self, ranks, own):
         self.ranks, self.own = ranks, own
@@ -215,7 +215,7 @@ def packed(t, lengths, freqs, ranks, own, function=None, **options):
 
 
 def core_attention(mask_type="causal", **config):
-    """Return a core attention as a layer builds it: ours if the adapter is registered."""
+    """Return the core attention that a layer builds: ours if the adapter is registered."""
     import megatron_cpu
     from megatron.core.transformer import enums
 
@@ -275,7 +275,7 @@ def model_results() -> dict:
 
 
 def gated_delta_net_results() -> dict:
-    """Return the results; without npu-ops in deterministic mode, by Megatron's own functions."""
+    """Return the results; without npu-ops they come from Megatron's own functions."""
     import megatron_cpu
     import torch
 
@@ -294,7 +294,7 @@ def gated_delta_net_results() -> dict:
 
 
 def gated_delta_net_layer(**config):
-    """Return a layer with weights as after training and slow decays: all gradients count."""
+    """Return a layer with weights like trained ones and slow decays; all gradients count."""
     import megatron_cpu
     import torch
 
@@ -308,7 +308,7 @@ def gated_delta_net_layer(**config):
 
 @contextlib.contextmanager
 def built_without_fla():
-    """Undo the changes to the module that building layers without fla makes."""
+    """Undo the changes that building layers without fla makes to the module."""
     module = gdn()
     before = {name: vars(module)[name] for name in ("HAVE_FLA", "l2norm") if name in vars(module)}
     try:
@@ -319,7 +319,10 @@ def built_without_fla():
 
 
 def bridge_results() -> dict:
-    """Return Qwen3-VL attention's results: freqs [s, b, 1, d], packed [t, 1, 1, d]; fp32 or not."""
+    """Return results of Qwen3-VL's attention.
+
+    freqs are [s, b, 1, d], packed [t, 1, 1, d]; each with and without fp32.
+    """
     import torch
 
     function = sys.modules[f"{BRIDGE}.attention"].apply_rotary_pos_emb_absolute
@@ -361,7 +364,7 @@ def compare(prefix: str, unit: float = 1, rounding: float = 2**-6) -> None:
                 assert got.equal(wanted), f"{key}: {name} is {got}, not {wanted}"
                 continue
             compared += 1
-            result = expected.get("output", wanted)  # gradients of it pass through its dtype
+            result = expected.get("output", wanted)  # gradients of it are rounded to its dtype
             tolerance = tolerance_of(name, {wanted.dtype, result.dtype}, rounding)
             error = (got - wanted).abs().max().item() / max(unit, wanted.abs().max().item())
             assert error <= tolerance, f"{key}: {name} differs by {error:.2e}, over {tolerance}"
@@ -372,5 +375,5 @@ def tolerance_of(name: str, dtypes: set, rounding: float) -> float:
     import torch
 
     if torch.bfloat16 in dtypes:
-        return rounding  # Megatron rounds each product and sum to 8 bits; ours only the result
+        return rounding  # Megatron rounds each product and sum to 8 bits; we round only the result
     return 1e-5 if name.startswith("gradient") or "." in name else 1e-6

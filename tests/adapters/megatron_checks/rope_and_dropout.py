@@ -1,4 +1,4 @@
-"""Check checkpointing, Megatron-Bridge, packed rope, and dropout that is recomputed."""
+"""Check checkpointing, Megatron-Bridge, packed rope, and dropout under recomputation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_checks.results import angles, apply, leaf, outcome, packed
 
 @check("early")
 def lists_of_tensors_pass_checkpointing():
-    """A list among the arguments and among the results, as with Qwen3-VL's deepstack features."""
+    """Lists among arguments and results, like Qwen3-VL's deepstack features."""
     import torch
     from megatron.core import tensor_parallel
 
@@ -32,7 +32,7 @@ def lists_of_tensors_pass_checkpointing():
     actual = run(lambda function, *args: tensor_parallel.checkpoint(function, False, *args))
     assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
     x = leaf(3, dtype=torch.float32)
-    # one result that is no tuple
+    # one result, not a tuple
     tensor_parallel.checkpoint(lambda x: x * 2, False, x).sum().backward()
     assert x.grad.equal(torch.full((3,), 2.0))
 
@@ -74,7 +74,7 @@ def bridge_is_not_passed_what_it_does_not_have():
 
 @check("early")
 def lengths_that_are_no_tensor_are_left_to_others():
-    """MindSpeed passes an object with position ids; its own function supports it."""
+    """MindSpeed passes an object with position ids, which its own function supports."""
     import torch
     from npu_ops_adapters.megatron import rope
 
@@ -100,7 +100,7 @@ def lengths_that_are_no_tensor_are_left_to_others():
 
 @check("early")
 def packed_rope_does_not_wait_for_the_device():
-    """On a meta tensor, reading a value would raise."""
+    """Reading a value of a meta tensor would raise."""
     import torch
 
     t = torch.empty(24, 3, 24, device="meta")
@@ -116,7 +116,7 @@ def packed_rope_does_not_wait_for_the_device():
 
 @check("early")
 def lengths_that_end_before_the_tokens_do_are_as_in_megatron():
-    """Up to 0.19 this is an error of `torch.split`; on main the tokens behind are padding."""
+    """Up to 0.19 `torch.split` raises; on main the remaining tokens are padding."""
     import torch
 
     ours = sys.modules[ROPE]._apply_rotary_pos_emb_thd
@@ -173,7 +173,7 @@ def dropout_is_the_same_when_recomputed():
         torch.manual_seed(3)
         x, residual = (leaf(8, 64, dtype=torch.float32, seed=seed) for seed in (0, 1))
         out = how(x, residual)
-        torch.rand(7)  # moves the generator on
+        torch.rand(7)  # advances the generator
         out.sum().backward()
         return outcome(out) | {"x": x.grad, "residual": residual.grad}
 

@@ -1,4 +1,4 @@
-"""The smallest platform that SGLang's engine runs on without an accelerator."""
+"""A minimal platform on which SGLang's engine runs without an accelerator."""
 
 import os
 

@@ -2,8 +2,8 @@
 
 python -m sglang_cpu.each ascend
 
-SGLang's NPU backends of Gated Delta Net and attention are imported with doubles of packages that
-are published only for NPUs. Functions of the doubles are never called.
+SGLang's NPU backends of Gated Delta Net and attention are imported with stand-ins for packages that
+exist only for NPUs. The stand-ins' functions are never called.
 """
 
 import importlib
@@ -51,7 +51,7 @@ def doubles() -> None:
 
 
 class Backend:
-    """The attributes of a backend that the methods need; the methods are the real, hooked ones."""
+    """The attributes of a backend that its methods need; the methods are the real, hooked ones."""
 
     def __init__(self, module, starts, slots, tracked=None):
         self.cls = module.AscendGDNAttnBackend
@@ -91,7 +91,10 @@ def forward_batch(verify=False, prefixes=()):
 
 
 def right(part, history, state, x, a, b):
-    """Return o and the last state of one sequence behind `history` rows of its convolution."""
+    """Return o, the last state and the new history of one sequence.
+
+    history: the rows before its first token, for the convolution.
+    """
     seen = torch.cat((history, x)).T
     qkv = torch.nn.functional.conv1d(seen[None], part.conv_weights[:, None], groups=len(seen))
     q, k, v = torch.nn.functional.silu(qkv[0].T).split([64, 64, 128], dim=-1)
@@ -152,7 +155,7 @@ def a_verification_of_drafted_tokens(module):
     assert backend.states.equal(states)
     for n, slot in enumerate(slots):
         span = slice(n * DRAFTED, (n + 1) * DRAFTED)
-        # As if all drafted tokens of the last step had been accepted: the last rows are used.
+        # The last rows are used, as if the last step's drafted tokens had all been accepted.
         history = conv[slot, -(WIDTH - 1) :]
         for m in range(1, DRAFTED + 1):
             few = slice(n * DRAFTED, n * DRAFTED + m)
@@ -163,7 +166,7 @@ def a_verification_of_drafted_tokens(module):
 
 @check
 def before_0_5_23_keys_may_come_first(module):
-    """The same with the other order of states, which is then an argument."""
+    """Before 0.5.23 the order of a state's dimensions is an argument; here keys come first."""
     from npu_ops_adapters.sglang import ascend_gated_delta_net as ours
 
     slots = torch.tensor([3, 1], dtype=torch.int32)
@@ -186,7 +189,7 @@ def before_0_5_23_keys_may_come_first(module):
 
 @check
 def the_dispatchers_prefill_leaves_the_pool_to_the_backend(module):
-    """The backend writes it; before 0.5.20 a state's keys came first."""
+    """The backend writes the final states to the pool. Before 0.5.20 a state's keys came first."""
     from npu_ops_adapters.sglang import gated_delta_net
 
     inputs, starts = prefill((70, 9))
@@ -208,7 +211,7 @@ def run():
     home = "sglang.srt.hardware_backend.npu.attention"
     module = importlib.import_module(f"{home}.ascend_gdn_backend")
     importlib.import_module(f"{home}.ascend_backend")
-    torch.npu = types.SimpleNamespace()  # an NPU, for the adapter
+    torch.npu = types.SimpleNamespace()  # the adapter then sees an NPU
     importlib.import_module("sglang.srt.plugins").load_plugins()
     attention = importlib.import_module("sglang_cpu.ascend_attention")
     for function in (*CHECKS, *attention.CHECKS):

@@ -1,7 +1,7 @@
-"""Check attention by SGLang's backend for NPUs on CPU tensors; `ascend` runs these checks.
+"""Check SGLang's NPU attention backend on CPU tensors; `ascend` runs these checks.
 
 The real class's hooked methods get the few attributes of a backend that they need. The expected
-result is computed sequence by sequence, in fp64.
+result is computed one sequence at a time in fp64.
 """
 
 import sys
@@ -35,7 +35,7 @@ def backend_class():
 
 
 class Pool:
-    """Blocks of keys and values that record writes."""
+    """Blocks of keys and values; it records what is written."""
 
     def __init__(self):
         self.keys = rows(12, SIZE, KV_HEADS, DIM, seed=1)
@@ -87,7 +87,7 @@ class Case:
             block_tables=other if hybrid else self.blocks,
             block_tables_swa=self.blocks if hybrid else other,
             seq_lens_cpu_int=None if graph else lengths,
-            seq_lens_cpu_list=[1, 1, 1],  # their values at capture
+            seq_lens_cpu_list=[1, 1, 1],  # their values during capture
             seq_lens=lengths if graph else lengths - 1,
             actual_seq_lengths_q=torch.tensor(new).cumsum(0).to(torch.int32),
             swa_out_cache_loc=None,
@@ -101,7 +101,7 @@ class Case:
         )  # fmt: skip
 
     def run(self, name, **options):
-        """Return the result of the method with npu-ops."""
+        """Call the method, check that it runs npu-ops, and return the result."""
         if name == "forward_mtp":
             options["save_kv_cache"] = True
         if self.sinks is not None:
@@ -112,7 +112,7 @@ class Case:
         return out
 
     def right(self, causal=True):
-        """Return the expected result, sequence by sequence."""
+        """Return the expected result, computed one sequence at a time."""
         out, start, layer = [], 0, self.layer
         q = self.qkv[0].double().unflatten(1, (HEADS, DIM))
         for slots, length, new in zip(self.slots, LENGTHS, self.new, strict=True):
@@ -139,7 +139,7 @@ class Case:
         return torch.cat((*out, padding)).float()
 
     def holds(self, name, causal=True, **options):
-        """Check that the result is right, and that the new keys were written once."""
+        """Check the result, and that the new keys were written exactly once."""
         close(self.run(name, **options), self.right(causal), 1e-4)
         assert [len(place) for place in self.pool.written] == [self.tokens]
 
@@ -209,17 +209,18 @@ def what_a_draft_model_reads_again():
 
 @check
 def a_captured_step_reads_its_lengths_from_the_device():
-    """SGLang's call updates lengths by name, which would not work here."""
+    """SGLang updates a captured call's lengths by argument name, which does not work with ours."""
     for rule in RULES[1:]:
         Case((1, 1, 1), graph=True, **rule).holds("forward_decode_graph")
-        Case((1, 1, 1), graph=True, **rule).holds("forward_decode")  # calls the one above
+        Case((1, 1, 1), graph=True, **rule).holds("forward_decode")  # calls forward_decode_graph
         case = Case((DRAFTED,) * 3, graph=True, mode="verify", **rule)
         case.holds("forward_mtp")
 
 
 @check
 def a_captured_call_that_is_updated_by_name_stays():
-    """SGLang captures the call that the plan chooses."""
+    """A call that the plan gives to a vendor operator stays SGLang's, which can
+    update its lengths."""
     for name, new, mode in (
         ("forward_decode_graph", (1, 1, 1), ""), ("forward_mtp", (DRAFTED,) * 3, "verify"),
     ):  # fmt: skip
@@ -272,7 +273,7 @@ def what_is_not_ours_is_left_before_anything_is_written():
 
 
 def left(name, case) -> str:
-    """Return why ours raises before it writes; the hook then calls SGLang's own."""
+    """Return why ours declines, before it writes; the hook then calls SGLang's own function."""
     from npu_ops_adapters.sglang import ascend_attention
 
     ours = {

@@ -16,7 +16,7 @@ from sglang_cpu.checks import kernel, rows
 
 
 def states_carry_their_unfinished_chunk():
-    """With NPU_OPS_CONSISTENT=chunks, split prompts, decoding and drafts give training's bits."""
+    """Split prompts, decoding and drafts give the bits of training."""
     tokens, heads, slots = 100, 32, torch.tensor([3], dtype=torch.int32)
     q, k = rows(1, tokens, 8, 32), rows(1, tokens, 8, 32, seed=1)
     v, a, b = rows(1, tokens, heads, 32, seed=2), rows(tokens, heads, seed=3), rows(tokens, heads)
@@ -68,7 +68,7 @@ def states_carry_their_unfinished_chunk():
 
 
 def state_shape(heads):
-    """Return the shape of a state that SGLang's pools use in this mode."""
+    """Return the shape of a state in SGLang's pools in this mode."""
     with env.override(consistent="chunks"):
         (patch,) = carried_states.patches()
     configs = importlib.import_module(patch.module)
@@ -76,7 +76,8 @@ def state_shape(heads):
     assert tuple(inspect.signature(configs.Mamba2StateShape.create).parameters) in patch.signatures
     sizes = {"tp_world_size": 1, "intermediate_size": heads * 32, "n_groups": 8}
     sizes |= {"num_heads": heads, "head_dim": 32, "state_size": 32, "conv_kernel": 4}
-    assert create(**sizes) == configs.Mamba2StateShape.create(**sizes)  # of Mamba2
+    # a Mamba2 state is unchanged
+    assert create(**sizes) == configs.Mamba2StateShape.create(**sizes)
     return create(**sizes, conv_shard_groups=[256, 256, heads * 32])
 
 

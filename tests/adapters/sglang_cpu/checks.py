@@ -2,7 +2,7 @@
 
 python -m sglang_cpu.each checks
 
-Our functions are compared with SGLang's own, which a hook wraps, in fp32 or in fp64.
+Our functions are compared, in fp32 or fp64, with SGLang's own, which the hooks wrap.
 """
 
 import importlib
@@ -73,7 +73,7 @@ def states(rows=None):
 
 @check
 def a_hook_of_another_plugin_leaves_ours_in_force():
-    """Its replacement becomes the function that ours falls through to, by SGLang's order."""
+    """Its function becomes the one that ours falls through to, by SGLang's order of hooks."""
     assert theirs_of_another_plugin in closed_over(theirs(DECODE))
 
 
@@ -90,7 +90,7 @@ def embedding(kind, head_dim, rotary_dim, dtype, *arguments, **options):
 
 
 def error(module, method, positions, q, k):
-    """Return the errors of ours and of SGLang's in bf16, against SGLang's in fp64."""
+    """Return the errors of ours and of SGLang's function in bf16, against SGLang's in fp64."""
     name = type(module).__name__
     home = "mrope" if name == "MRotaryEmbedding" else "base"
     original = theirs(f"{ROPE}.{home}.{name}.forward_native")
@@ -214,7 +214,7 @@ def a_class_that_rotates_in_its_own_way_does():
 
 
 class calls_of:
-    """Records the calls of some functions of npu_ops in a block of code."""
+    """Records the calls of some npu_ops operators within a block."""
 
     def __init__(self, *names):
         from npu_ops.core.registry import Table
@@ -251,7 +251,7 @@ def prefill(lengths=(70, 0, 150, 64)):
 
 
 def kernel():
-    """Return our kernel, as a dispatcher holds it."""
+    """Return our kernel from SGLang's dispatcher."""
     utils = importlib.import_module("sglang.srt.layers.attention.linear.utils")
     triton = utils.LinearAttnKernelBackend("triton")
     dispatcher = importlib.import_module(GDN).GDNKernelDispatcher(triton, triton)
@@ -262,7 +262,7 @@ def kernel():
 
 
 def token_by_token(inputs, state, first, last):
-    """Return o and the state after tokens first to last of a sequence, by the recurrent rule."""
+    """Return o and the state after tokens `first` to `last`, by the recurrent rule."""
     span = [x[:, first:last] for x in inputs]
     q, k, v, g, beta = span
     return npu_ops.fused_recurrent_gated_delta_rule(
@@ -288,7 +288,8 @@ def a_prefill_updates_the_pool_and_knows_the_states_between_chunks():
             close(states[slot], after[0], 2e-4)
     untouched = [1, 2, 4]
     assert states[untouched].equal(before[untouched])
-    # Chunks of 70, 0, 150 and 64 tokens: 2 + 0 + 3 + 1. Of the third, the state after 128 tokens.
+    # Chunks for 70, 0, 150 and 64 tokens: 2 + 0 + 3 + 1. Row 4 is the third's state after 128
+    # tokens.
     found = between.squeeze(0)[torch.tensor([1, 4])]
     _, after = token_by_token(inputs, before[3], 0, 64)
     close(found[0], after[0], 2e-4)
@@ -389,7 +390,7 @@ def the_convolution_of_a_prefill():
 
 @check
 def the_convolution_of_drafted_tokens_keeps_windows_that_overlap():
-    """SGLang's windows share memory: each is the window before, one token later."""
+    """SGLang's windows share memory: each is the previous one, shifted by one token."""
     width, drafted = 4, 3
     x, weight = rows(2, 8, drafted), rows(8, width, seed=1)
     states = rows(5, 8, width - 1, seed=2)
@@ -488,7 +489,7 @@ def a_vision_tower_attends_within_its_images():
 
 @check
 def a_vision_tower_reads_its_lengths_again():
-    """In case other code wrote to their memory."""
+    """Other code may have written to the memory of the lengths."""
     vision = importlib.import_module(VISION)
     settings = {"head_dim": 24, "num_heads": 4, "num_kv_heads": 4, "flatten_batch": True}
     tower = vision.QKV_BACKEND_IMPL["ascend_attn"](**settings)
@@ -500,7 +501,7 @@ def a_vision_tower_reads_its_lengths_again():
         write(starts, other)
         second = tower(q, k, v, starts, 1, 30)
         assert second.equal(tower(q, k, v, other, 1, 30)) and not second.equal(first)
-    torch.cpu.is_current_stream_capturing = lambda: True  # during capture no value can be read
+    torch.cpu.is_current_stream_capturing = lambda: True  # no value can be read during a capture
     try:
         with calls_of("attention") as counted:
             assert tower(q, k, v, other, 1, 30).equal(second)

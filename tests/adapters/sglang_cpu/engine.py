@@ -2,7 +2,7 @@
 
 python -m sglang_cpu.engine FOLDER [KEY=VALUE...] [FOLDER [KEY=VALUE...]...]
 
-A line is [model, prompt, tokens]. On stderr, a line "model: NAME" comes before the model's output.
+A line is [model, prompt, tokens]. On stderr, the line "model: NAME" precedes a model's output.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ON_NPU = {
     "mm_attention_backend": "ascend_attn",
     "sampling_backend": "ascend",
     "page_size": 128,
-    "chunked_prefill_size": 128,  # the second part of the long prompt reads the first's cache
+    "chunked_prefill_size": 128,  # the long prompt's second part reads the cache of its first
 }
 
 
@@ -67,7 +67,8 @@ def serve(folder: pathlib.Path, **changes):
 
 @contextlib.contextmanager
 def forked():
-    """Fork SGLang's processes from this one: otherwise each would import SGLang for 15 seconds."""
+    """Fork SGLang's processes from this one; else each would import SGLang, which
+    takes 15 seconds."""
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
 
@@ -86,8 +87,9 @@ def main(arguments: list[str]):
             jobs.append((pathlib.Path(argument), []))
     for folder, changes in jobs:
         print("model:", folder.name, file=sys.stderr, flush=True)
-        # The last model's processes are started as SGLang starts them. The others may be forked,
-        # because this process has no threads before it serves.
+        # The last model's processes start as SGLang starts them. For the others forking is safe, as
+        # this
+        # process has no threads before it serves.
         with forked() if folder != jobs[-1][0] else contextlib.nullcontext():
             for row in serve(folder, **dict(changes)):
                 print(json.dumps([folder.name, *row]), flush=True)

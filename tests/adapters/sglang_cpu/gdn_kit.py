@@ -1,9 +1,9 @@
-"""Run SGLang's own kit of Gated Delta Net; print a line of JSON for each case, [name, error].
+"""Run SGLang's own test kit for Gated Delta Net; print a line of JSON per case, [name, error].
 
 python -m sglang_cpu.each gdn_kit
 
-It builds SGLang's backend and pools and compares with a recurrence in torch. It is made for CUDA;
-here it runs in fp32, without saving a CUDA generator.
+The kit builds SGLang's backend and pools and compares with a recurrence in torch. It is written for
+CUDA; here it runs in fp32, without saving a CUDA generator.
 """
 
 import functools

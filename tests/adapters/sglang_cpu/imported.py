@@ -1,8 +1,8 @@
-"""Check SGLang 0.5.9, which has no plugins, with the import hook; print [check, error] as JSON.
+"""Check the import hook on SGLang 0.5.9, which has no plugins; print [check, error] as JSON.
 
 python -m sglang_cpu.imported        with that version first on PYTHONPATH
 
-Only the modules that need no package for GPUs are imported.
+Only modules that need no GPU package are imported.
 """
 
 import importlib

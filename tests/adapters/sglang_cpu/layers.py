@@ -7,7 +7,7 @@ import types
 import torch
 
 MODELS = "sglang.srt.models"
-LAYERS = {  # the norm, and whether queries have gates
+LAYERS = {  # layer: (its norm, whether queries have gates)
     "qwen3.Qwen3Attention": ("RMSNorm", False),
     "qwen3_next.Qwen3HybridAttentionDecoderLayer": ("GemmaRMSNorm", True),
     "qwen3_5.Qwen3_5AttentionDecoderLayer": ("GemmaRMSNorm", True),
@@ -15,7 +15,7 @@ LAYERS = {  # the norm, and whether queries have gates
 
 
 def attention(layer, norm, gated, rotary):
-    """Return the attributes of a layer with 4 and 2 heads of 64; its input is the projection."""
+    """Return a layer's attributes: 4 query and 2 key heads of 64; its input is the projection."""
     norms = [
         getattr(importlib.import_module("sglang.srt.layers.layernorm"), norm)(64) for _ in "qk"
     ]

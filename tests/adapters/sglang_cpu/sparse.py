@@ -2,7 +2,7 @@
 
 python -m sglang_cpu.each sparse
 
-Our functions are compared with SGLang's own in PyTorch, which a hook wraps.
+Our functions are compared with SGLang's own PyTorch functions, which the hooks wrap.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def indexer(rotary):
 
 @check
 def the_indexer_leaves_the_tables_of_other_layers():
-    """A decoding step on NPUs fills them once, in its first attention layer."""
+    """On NPUs a decoding step fills these tables once, in its first attention layer."""
     rotary = embedding(
         "MRotaryEmbedding", 64, 16, torch.float32, mrope_section=[4, 2, 2], mrope_interleaved=True
     )
@@ -56,7 +56,7 @@ def unwrapped(function):
 
 
 class Pool:
-    """A cache of 64 slots in blocks of 8, as on NPUs, or without blocks."""
+    """A cache of 64 slots, in blocks of 8 as on NPUs or without blocks."""
 
     def __init__(self, shape):
         self.shape, self.written = shape, []
@@ -78,7 +78,7 @@ LAYER = types.SimpleNamespace(
 
 
 def attended(way, lengths, sequences, chosen, q, shape):
-    """Return what the backend gives, and SGLang's reference for the same slots."""
+    """Return the backend's output, and that of SGLang's reference for the same slots."""
     home = importlib.import_module("sglang.srt.layers.attention.qwen_sparse_attn_backend")
     table = torch.randperm(64, generator=torch.Generator().manual_seed(5)).view(2, 32).int()
     metadata = types.SimpleNamespace(
@@ -108,7 +108,7 @@ CHOSEN = torch.tensor([[2, 0, -1], [4, 1, 3], [0, -1, -1], [5, 9, 8]], dtype=tor
 
 @check
 def a_prompt_attends_to_its_chosen_keys():
-    """Rows behind those of the indexer are padding."""
+    """Rows past the indexer's are padding."""
     for shape in ((64, 2, 16), (8, 8, 2, 16)):
         for consistent in ("", "tokens"):
             with env.override(consistent=consistent):
@@ -129,7 +129,7 @@ def so_does_a_decoding_step():
 
 @check
 def the_largest_scores_of_each_query():
-    """SGLang's own function for CPUs, which the one for NPUs replaces."""
+    """The expected result is from SGLang's function for CPUs; ours replaces the one for NPUs."""
     from npu_ops_adapters.sglang import sparse_attention
 
     kernel = importlib.import_module(f"{QSA}.kernel")

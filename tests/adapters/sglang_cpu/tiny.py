@@ -2,8 +2,8 @@
 
 python -m sglang_cpu.tiny FOLDER [MODEL...]
 
-Writes FOLDER/MODEL with weights, configuration and `expected.json`: for each prompt its tokens and
-the tokens that follow greedily.
+Writes FOLDER/MODEL with weights, configuration and `expected.json`, which has each prompt's tokens
+and the greedily generated ones.
 """
 
 import json
@@ -36,7 +36,7 @@ TOWER = {
     "out_hidden_size": 128, "patch_size": 16, "spatial_merge_size": 2,
     "temporal_patch_size": 2, "num_position_embeddings": 64,
 }  # fmt: skip
-GRID = [1, 4, 6]  # patches of one image, merged by 2 x 2 into six tokens
+GRID = [1, 4, 6]  # patches of one image; 2 x 2 of them merge into a token
 FOLLOWING = 8
 
 
@@ -48,8 +48,9 @@ def qwen3():
 def qwen3next():
     """Return a model with three layers of Gated Delta Net, one of attention, and experts.
 
-    It has grouped value heads, and 32 of them: with fewer, PyTorch's exp on CPUs rounds elements
-    past the last two vectors differently.
+    It has 32 value heads, in groups: with fewer, PyTorch's exp on CPUs rounds elements past the
+    last
+    two vectors differently.
     """
     config = transformers.Qwen3NextConfig(
         **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=8,
@@ -75,7 +76,7 @@ def qwen3vl():
 def qwen3_5(config="Qwen3_5Config", **experts):
     """Return a model with three layers of Gated Delta Net, one of attention, and a vision tower.
 
-    config: a name of transformers. The one that vLLM 0.18.0 pins has none of Qwen3.5.
+    config: a configuration class of transformers; the version that vLLM 0.18.0 pins has no Qwen3.5.
     """
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
@@ -100,8 +101,9 @@ def qwen3_5moe():
 def qwen4exp(gate="sigmoid"):
     """Return a model with two layers of Gated Delta Net, two of sparse attention, and a tower.
 
-    SGLang selects 512 or 2048 blocks of keys for a query, so only a prompt of more than 1025 tokens
-    has a choice. The second layer of sparse attention reads tables that the first may have changed.
+    SGLang selects 512 or 2048 blocks of keys per query, so only prompts of more than 1025 tokens
+    leave
+    any out. The second sparse layer reads tables that the first might have changed.
     """
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
@@ -127,10 +129,11 @@ MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl, "qwen3_5":
 PROMPTS = {"short": [1, 2, 3, 4, 5, 6, 7], "three chunks": [7 * i % 580 + 1 for i in range(150)]}
 CHOSEN = {"a choice of keys": [11 * i % 580 + 1 for i in range(1060)]}
 PICTURED = ("qwen3vl", "qwen3_5", "qwen3_5moe", "qwen4exp")
-INTERVALS = {"qwen3next": 4, "qwen3_5": 4, "qwen3_5moe": 4, "qwen4exp": 2}  # of attention layers
+# every n-th layer is attention
+INTERVALS = {"qwen3next": 4, "qwen3_5": 4, "qwen3_5moe": 4, "qwen4exp": 2}
 HYBRID = tuple(INTERVALS)
-SEEDS = {"qwen4exp": 5}  # with others the two largest logits of a token are equal in bf16
-BFLOAT16 = ("qwen4exp",)  # SGLang has some of its weights in this dtype only
+SEEDS = {"qwen4exp": 5}  # with other seeds a token's two largest logits are equal in bf16
+BFLOAT16 = ("qwen4exp",)  # SGLang has some of their weights only in this dtype
 PICTURE = [1, 2, 592, *[IMAGE] * 6, 593, 3, 4, 5]
 
 
@@ -167,7 +170,7 @@ def greedy(model, tokens, **inputs):
 
 
 def write_processor(folder: pathlib.Path) -> None:
-    """Write a processor: SGLang loads a multimodal model's even if it gets tokens."""
+    """Write a processor, which SGLang loads for a multimodal model even if prompts are tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = {number: name for name, number in SPECIAL.items()}

@@ -1,7 +1,7 @@
-"""SGLang's platform for NPUs on the emulated one, with doubles of packages that need a real NPU.
+"""SGLang's NPU platform on the emulated NPU, with stand-ins for packages that need a real one.
 
 sgl-kernel-npu is not on PyPI. torchair is part of torch_npu and needs CANN's graph engine: SGLang
-asks it for a compiler as it is imported, and compiles nothing with it here.
+requests a compiler from it at import, but compiles nothing with it here.
 """
 
 import os
@@ -11,22 +11,21 @@ import types
 
 
 def activate() -> str | None:
-    """Install the doubles if SGLANG_PLATFORM asks for them, and return SGLang's own platform."""
+    """Install the stand-ins if SGLANG_PLATFORM requests them, and return SGLang's own platform."""
     if os.environ.get("SGLANG_PLATFORM") != "sglang_npu":
         return None
     sys.path.insert(0, str(pathlib.Path(__file__).parent / "doubles"))
-    import torch_npu  # registers the torchair that is replaced
+    import torch_npu  # registers the torchair that is replaced next
 
     _replace_torchair()
-    # SGLang uses it as torch.cuda, and torch 2.13 chooses how to broadcast by CUDA's capability.
+    # SGLang uses torch.npu as torch.cuda; torch 2.13 chooses its broadcast by CUDA's capability.
     if "TORCH_NPU_DEVICE_CAPABILITY" not in os.environ:
         torch_npu.npu.get_device_capability = lambda device=None: (0, 0)
     return "sglang.srt.platforms.npu:NPUSRTPlatform"
 
 
 def register() -> None:
-    """Register a hook that replaces a kernel which the emulator cannot run by SGLang's torch
-    version."""
+    """Have SGLang use its torch code instead of a kernel that the emulator cannot run."""
     if os.environ.get("SGLANG_PLATFORM") == "sglang_npu":
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -35,7 +34,7 @@ def register() -> None:
 
 
 def _replace_torchair() -> None:
-    """Replace torchair by a double with the names that SGLang uses."""
+    """Replace torchair by a stand-in with the names that SGLang uses."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchair"]:
         del sys.modules[name]
     patch = "ge_concrete_graph.ge_converter.experimental.patch_for_hcom_allreduce"

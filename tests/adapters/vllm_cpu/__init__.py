@@ -1,1 +1,1 @@
-"""vLLM's and vllm-ascend's own source on a CPU, in a process of its own: see `stand_ins`."""
+"""vLLM's and vllm-ascend's own source on a CPU, in another process; see `stand_ins`."""

@@ -1,8 +1,8 @@
-"""The adapter beside vllm-ascend 0.18.0: a line of JSON for each check, [name, what went wrong].
+"""Check the adapter with vllm-ascend 0.18.0; print a line of JSON for each check, [name, error].
 
 python -m vllm_cpu.checks
 
-vllm-ascend's own function, which ours wraps, is what ours is compared with.
+Our functions are compared with vllm-ascend's own, which ours wrap.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def states(found=None):
 
 
 def load_plugins():
-    """As vLLM does when a process of its starts, with the entry point of pyproject.toml."""
-    importlib.import_module("vllm.plugins")  # whose packages have entry points of their own
+    """Load our plugin as a starting vLLM process does, by the entry point in pyproject.toml."""
+    importlib.import_module("vllm.plugins")  # its imports use entry points of their own
     group = "vllm.general_plugins"
     project = (pathlib.Path(__file__).parents[3] / "pyproject.toml").read_text()
     (value,) = re.findall(rf'entry-points."{group}"]\nnpu_ops = "(.+)"', project)
@@ -95,7 +95,7 @@ def vllm_and_the_models_hold_ours():
 
 
 def both(slots, step, dtype=torch.float32):
-    """Ours and theirs for a step, of either model; what a pool's other slots hold stays."""
+    """Yield both models' step by our method and by theirs; other slots must stay unchanged."""
     for dotted in CORES:
         cls = pkgutil.resolve_name(dotted)
         ours, theirs = Pools.make(slots, dtype), Pools.make(slots, dtype)
@@ -108,7 +108,7 @@ def both(slots, step, dtype=torch.float32):
 
 
 class Calls(TorchDispatchMode):
-    """The operators of npu-ops that are called inside."""
+    """Records the operators of npu-ops that are called within."""
 
     def __init__(self):
         super().__init__()
@@ -122,10 +122,11 @@ class Calls(TorchDispatchMode):
 
 @contextlib.contextmanager
 def as_it_was():
-    """vllm-ascend without npu-ops, so that its own method calls its own functions.
+    """Restore vllm-ascend within the block, so that its method calls its own functions.
 
-    Its chunked rule uses extensions of Triton that the interpreter has not. vllm-ascend's form of
-    it for another NPU, in PyTorch, stands in.
+    Its chunked rule uses Triton extensions that the interpreter lacks. vllm-ascend's PyTorch
+    version
+    for another NPU replaces it.
     """
     import npu_ops_adapters
 
@@ -202,7 +203,7 @@ def a_prefill_stands_beside_drafted_tokens():
 
 
 def start():
-    """A process of vLLM's, as far as the models' modules."""
+    """Start like a process of vLLM, up to importing the models' modules."""
     stand_ins.install()
     load_plugins()
     for name in MODULES:
@@ -220,5 +221,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.modules["vllm_cpu.checks"] = sys.modules["__main__"]  # which functions.py imports
+    sys.modules["vllm_cpu.checks"] = sys.modules["__main__"]  # functions.py imports it
     main()

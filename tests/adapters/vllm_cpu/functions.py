@@ -1,4 +1,4 @@
-"""Each function that the adapter replaces beside vllm-ascend's own, and what is left to that."""
+"""Check each function that the adapter replaces against vllm-ascend's own, and calls left to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(function):
 
 
 def pair(dotted):
-    """Ours, which is in place, and theirs."""
+    """Return our function, which is in place, and vllm-ascend's."""
     ours = pkgutil.resolve_name(dotted)
     return ours, ours.__wrapped__
 
@@ -46,7 +46,7 @@ def starts_of(*lengths):
 
 
 def heads(tokens):
-    """q, k, v of packed tokens, and g and beta."""
+    """Return q, k, v of packed tokens, g and beta."""
     q, k = (rows(1, tokens, HEADS, DIM, seed=seed) for seed in (1, 2))
     v, a, b = rows(1, tokens, VALUE_HEADS, DIM, seed=3), *rows(2, tokens, VALUE_HEADS, seed=4)
     return q, k, v, -a.float().abs()[None] / 4, b.sigmoid()[None]
@@ -82,7 +82,7 @@ def in_a_step(step):
 
 @check
 def a_new_sequence_does_not_begin_with_what_its_slot_had():
-    """vllm-ascend 0.18.0 begins with that."""
+    """vllm-ascend 0.18.0 starts from the slot's old contents."""
     ours, _ = pair(f"{TRITON}.mamba.causal_conv1d.causal_conv1d_fn")
     call = (rows(CHANNELS, 7), rows(CHANNELS, WIDTH, seed=3), None, "silu")
     pools = [torch.zeros(4, CHANNELS, WIDTH - 1).half(), rows(4, CHANNELS, WIDTH - 1)]
@@ -105,7 +105,7 @@ def the_convolution_of_new_tokens():
             y = ours(x, pools[0], *call, slots, **options)
         assert counted.found == ["causal_conv1d_update"]
         right = theirs(x.clone(), pools[1], *call, slots, **options)
-        real = slice(None) if options else slots >= 0  # their padding is x
+        real = slice(None) if options else slots >= 0  # padding rows hold x
         close(y[real], right[real])
         close(*pools, 0)
 
@@ -146,7 +146,7 @@ def the_rule_of_drafted_tokens():
 
 @check
 def vllms_own_kernel_has_values_first():
-    """So a call of vLLM without vllm-ascend's kernel is not ours."""
+    """So npu-ops declines a call of vLLM that does not use vllm-ascend's kernel."""
     home = "vllm.model_executor.layers.fla.ops.fused_recurrent"
     ours = importlib.import_module("npu_ops_adapters.vllm.fused_recurrent_gated_delta_rule").ours
     with mock.patch(f"{home}.fused_recurrent_gated_delta_rule_fwd_kernel", pair):
@@ -210,7 +210,7 @@ def the_gated_norm():
 
 @check
 def the_gated_norm_is_traced():
-    """vLLM compiles models with Dynamo; a break of the graph would be an error."""
+    """vLLM compiles models with Dynamo, which would raise on a graph break."""
     made = norm()
     x, z = rows(2, 9, DIM)
     with torch.no_grad():
@@ -222,7 +222,7 @@ def the_gated_norm_is_traced():
 
 @check
 def the_norm_of_a_weight_beside_1():
-    """Equals transformers' norm, which does not round 1 + weight. torch.compile traces it."""
+    """It equals transformers' norm, which does not round 1 + weight, and can be compiled."""
     home = importlib.import_module("vllm_ascend.ops.layernorm")
     made = home.AscendGemmaRMSNorm.__new__(home.AscendGemmaRMSNorm)
     torch.nn.Module.__init__(made)
@@ -260,7 +260,7 @@ def raised(function, *args, **kwargs):
 
 @check
 def a_pool_that_is_not_ours_is_theirs():
-    """Of fp16 states, which npu-ops refuses. The functions that theirs calls may still be ours."""
+    """npu-ops declines fp16 states. Functions that vllm-ascend's method calls may still be ours."""
     step, leaves = metadata([1, 1], [9, 70], [3, 7]), ["causal_conv1d_update", "gdn_gate", *LEFT]
     for dotted, counted, (o, ours), (expected, theirs) in both([3, 7], step, torch.float16):
         wanted = leaves if dotted == CORES[0] else leaves[:1]
@@ -339,7 +339,7 @@ def disabled_it_is_theirs():
             with Calls() as counted:
                 run(cls._forward_core, cls, Pools.make([3, 7]), step)
             npu_ops_adapters.revert()
-    # vllm-ascend's own method, which calls functions that we replaced.
+    # vllm-ascend's own method calls functions that we replaced.
     assert counted.found == ["causal_conv1d_update", "gdn_gate", *LEFT], counted.found
 
 
@@ -358,8 +358,8 @@ def a_rollout_that_must_be_consistent_says_why_it_is_not():
 
 @check
 def consistent_tokens_have_the_same_bits_prompted_and_decoded():
-    """32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise."""
-    for dotted in CORES:  # in this mode states of both have values first
+    """32 value heads, because PyTorch's exp on CPUs rounds a remainder of elements differently."""
+    for dotted in CORES:  # in this mode both have values first in their states
         same_bits(pkgutil.resolve_name(dotted))
 
 

@@ -1,4 +1,4 @@
-"""A Gated Delta Net layer of vLLM's, its pools, and steps of vLLM's own metadata builder."""
+"""A Gated Delta Net layer of vLLM, its pools, and steps from vLLM's own metadata builder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 HEADS, VALUE_HEADS, DIM, WIDTH, DRAFTED = 2, 4, 32, 4, 2
 CHANNELS = (2 * HEADS + VALUE_HEADS) * DIM
-SLOTS, MOST = 12, 100  # of tokens
+SLOTS, MOST = 12, 100  # slots of the pools, and most tokens of a step
 PREFIX = "model.layers.0.linear_attn"
 
 
@@ -19,7 +19,7 @@ def rows(*shape, dtype=torch.float16, seed=0):
 
 @dataclasses.dataclass
 class Pools:
-    """conv `[slots, W - 1 + drafted, D]`, states `[slots, HV, ..]`; what nobody has is NaN."""
+    """conv `[slots, W - 1 + drafted, D]` and states `[slots, HV, ..]`; unused slots are NaN."""
 
     conv: torch.Tensor
     states: torch.Tensor
@@ -38,7 +38,7 @@ class Pools:
 
 
 def layer(cls, pools: Pools):
-    """An instance of vLLM's class, without its projections."""
+    """Return an instance of vLLM's class, without its projections."""
     made = cls.__new__(cls)
     torch.nn.Module.__init__(made)
     device = pools.conv.device
@@ -54,7 +54,7 @@ def layer(cls, pools: Pools):
 
 
 def builder(drafts: bool = False, graph: bool = False):
-    """vLLM's builder of this layer's metadata, after vllm-ascend's patch."""
+    """Return vLLM's builder of this layer's metadata, patched by vllm-ascend."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -76,10 +76,12 @@ def builder(drafts: bool = False, graph: bool = False):
 
 
 def metadata(lengths, seen, slots, *, tokens=None, accepted=None, graph=False):
-    """Of a step: new tokens of each sequence, and how many it had before.
+    """Return the metadata of a step. lengths: new tokens of each sequence. seen: tokens before
+    them.
 
-    slots: a number for each sequence, or with drafted tokens a row of DRAFTED + 1.
-    tokens: with padding of the graph. accepted: of the last step, 0 where a sequence drafts none.
+    slots: one per sequence, or with drafted tokens a row of DRAFTED + 1.
+    tokens: their number with a graph's padding.
+    accepted: numbers from the last step; 0 for a sequence without drafts.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -101,7 +103,7 @@ def metadata(lengths, seen, slots, *, tokens=None, accepted=None, graph=False):
 
 
 def run(core, cls, pools: Pools, step, device="cpu", skip=0):
-    """What a method writes: core_attn_out `[T, HV, V]`. skip: tokens of earlier steps."""
+    """Run a method; return core_attn_out `[T, HV, V]`. skip: tokens of earlier steps."""
     from vllm.forward_context import override_forward_context
 
     tokens = step.num_actual_tokens
@@ -111,5 +113,5 @@ def run(core, cls, pools: Pools, step, device="cpu", skip=0):
     context = types.SimpleNamespace(attn_metadata={PREFIX: step}, virtual_engine=0)
     with override_forward_context(context), torch.no_grad():
         core(layer(cls, pools), mixed_qkv=x, b=b, a=a, core_attn_out=out)
-    assert out[tokens:].eq(7).all()  # not this step's
+    assert out[tokens:].eq(7).all()  # past this step's tokens
     return out[:tokens]

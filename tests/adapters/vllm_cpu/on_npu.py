@@ -1,8 +1,8 @@
-"""The core of a layer on the emulated NPU beside the CPU: [what, what was called, errors], as JSON.
+"""Compare a layer's core on the emulated NPU with the CPU: [name, calls, errors] as JSON.
 
 npu-ops emulate -- python -m vllm_cpu.on_npu
 
-torch_npu is the real one. vLLM builds the metadata; of vllm-ascend nothing is imported.
+torch_npu is the real one. vLLM builds the metadata; nothing of vllm-ascend is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = {
 
 
 def on(device, step, used, form):
-    """What a step writes on a device, on the CPU."""
+    """Run a step on a device; return what it writes, on the CPU."""
     pools = Pools.make(used)
     pools.conv, pools.states = pools.conv.to(device), pools.states.to(device)
     moved = {
@@ -48,7 +48,7 @@ def on(device, step, used, form):
 
 
 class Layer(torch.nn.Module):
-    """As much of vLLM's as the method asks."""
+    """The attributes of vLLM's layer that the method reads."""
 
 
 def main():

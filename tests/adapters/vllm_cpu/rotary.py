@@ -1,6 +1,6 @@
-"""Rotary embeddings, and attention up to them, beside vLLM's own PyTorch.
+"""Check rotary embeddings, and attention up to them, against vLLM's own PyTorch code.
 
-vllm-ascend's kernels for them use extensions of Triton that the interpreter does not have.
+vllm-ascend's kernels use Triton extensions that the interpreter lacks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(function):
 
 
 def bare(dotted, **members):
-    """An instance of a class of vLLM's, without what its `__init__` asks a server for."""
+    """Return an instance of a vLLM class without running `__init__`, which needs a server."""
     made = pkgutil.resolve_name(dotted)
     made = made.__new__(made)
     torch.nn.Module.__init__(made)
@@ -37,7 +37,7 @@ def bare(dotted, **members):
 
 
 def embedding(kind, head, width, section=None, interleaved=True, neox=True):
-    """kind: a class of vllm-ascend's or of vLLM's."""
+    """Return a rotary embedding. kind: a class of vllm-ascend's or vLLM's."""
     common = pkgutil.resolve_name(f"{LAYERS}.rotary_embedding.common")
     native = functools.partial(common.ApplyRotaryEmb.forward_static, is_neox_style=neox)
     angles = torch.arange(POSITIONS)[:, None] * 2.0 ** -torch.arange(width // 2)
@@ -52,13 +52,13 @@ OURS, PLAIN = f"{HOME}.AscendMRotaryEmbedding", f"{HOME}.AscendRotaryEmbedding"
 THEIRS = f"{LAYERS}.rotary_embedding.MRotaryEmbedding"
 FORMS = (
     (128, 128, [24, 20, 20], True, True),  # Qwen3-VL
-    (64, 64, [16, 8, 8], False, True),  # Qwen2-VL's order
-    (128, 64, [11, 11, 10], True, True),  # Qwen3.5: part of a head
+    (64, 64, [16, 8, 8], False, True),  # as Qwen2-VL
+    (128, 64, [11, 11, 10], True, True),  # Qwen3.5 rotates part of a head
 )
 
 
 def steps():
-    """Positions of text, and of images."""
+    """Return positions of text, and of images."""
     generator = torch.Generator().manual_seed(0)
     return torch.arange(TOKENS), torch.randint(POSITIONS, (3, TOKENS), generator=generator)
 
@@ -82,7 +82,7 @@ def rope_of_text():
 
 @check
 def positions_of_other_tokens_are_not_ours():
-    """As many numbers could be taken for more heads of fewer tokens."""
+    """Too few positions could be mistaken for more heads of fewer tokens."""
     ours = importlib.import_module("npu_ops_adapters.vllm.rope").ours
     made = embedding(THEIRS, 64, 64)
     q, k = rows(8, 4 * 64), rows(8, 64)
@@ -145,7 +145,8 @@ def cos_sin_of(base, width):
 
 @check
 def places_in_a_tower():
-    """Its table, and its position embedding, for a grid as wide as the table, and for two."""
+    """A tower's table and position embedding, for a grid as wide as the table, and
+    for two grids."""
     ours = importlib.import_module("npu_ops_adapters.vision_tower").angles
     made = tower()
     for grids in ([[1, 8, 8]], [[1, 4, 6], [2, 6, 14]]):
@@ -167,7 +168,7 @@ def attention_of_a_tower():
         heads = (x[:, image].transpose(1, 2) for x in (q, k, v))
         right = torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True)
         close(found[:, image], right.transpose(1, 2), 1e-5)
-    two = [x.view(3, 3, -1) for x in (q, k, v)]  # without lengths each of a batch is an image
+    two = [x.view(3, 3, -1) for x in (q, k, v)]  # without lengths each batch entry is an image
     right = ours(made, q, k, v, torch.tensor([0, 3, 6, 9]))
     close(ours(made, *two), right.view(3, 3, -1), 0)
 
@@ -195,7 +196,7 @@ def features_are_added_to_the_sum():
 
 
 def attention(norm, rotary, head, gated):
-    """A layer around its middle: what the projection gives, and what attention gets."""
+    """Return a layer that passes its input on as the projection, and the arguments of attention."""
     weights = (rows(head, seed=seed, dtype=torch.float32) / 8 + 1 - int(gated) for seed in (5, 6))
     q_norm, k_norm = (
         bare(
@@ -237,7 +238,8 @@ def attention_up_to_its_rotation_is_one_launch():
             form = (head, width, section, interleaved, neox)
             x = rows(TOKENS, (8 + 4 * gated) * head, dtype=torch.float32)
             for positions in steps():
-                own = embedding(THEIRS, *form).forward_native  # no class that the method asks for
+                # not the class that the method expects
+                own = embedding(THEIRS, *form).forward_native
                 for function, rotary, wanted in (
                     (ours, embedding(OURS, *form), ["qk_norm_rope"]), (ours.__wrapped__, own, [])
                 ):  # fmt: skip
@@ -257,7 +259,7 @@ def attention_up_to_its_rotation_is_one_launch():
 
 @check
 def it_is_traced():
-    """vLLM compiles models with Dynamo, in which a break of the graph is an error."""
+    """vLLM compiles models with Dynamo, which would raise on a graph break."""
     ours = pkgutil.resolve_name(MODELS[0][0]).forward
     made, _ = attention("RMSNorm", embedding(OURS, 128, 128, [24, 20, 20]), 128, False)
     made.attn = lambda q, k, v: q + k.repeat(1, 2)
@@ -269,7 +271,7 @@ def it_is_traced():
 
 @check
 def qwen3_without_images_is_vllm_ascend_s():
-    """Whose graph fuses it, by a pattern that ours would hide."""
+    """Its graph fuses the call by a pattern, which ours would hide."""
     ours = pkgutil.resolve_name(MODELS[0][0]).forward
     rotary = embedding(PLAIN, 64, 64)
     rotary._forward_method = lambda positions, q, k: (q, k)

@@ -1,11 +1,10 @@
-"""What vllm-ascend 0.18.0 needs of an NPU, on a CPU; Triton's interpreter runs its kernels.
+"""Stand-ins for what vllm-ascend 0.18.0 needs of an NPU, on a CPU with Triton's interpreter.
 
-Stand-ins, all else is the published source:
-
-- `torch_npu` and `torch.npu`: empty modules, with one operator each in `OPERATORS` below;
-- Triton's driver: how many cores there are; and names of `triton.language` that modules have bound,
-  which the interpreter does not replace;
-- `vllm_ascend.patch.worker`: its package, without the modules that it imports for other models.
+All else is the published source. The stand-ins:
+- `torch_npu` and `torch.npu`: empty modules, with the operators in `OPERATORS` below;
+- Triton's driver: the number of cores; and names of `triton.language` that modules bound, which the
+  interpreter does not replace;
+- `vllm_ascend.patch.worker`: the package, without the modules it imports for other models.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MODULES = (
 
 
 class StandIn(types.ModuleType):
-    """A module in which every name that is asked for is an empty class, for annotations."""
+    """A module in which every requested name is an empty class, for annotations."""
 
     def __init__(self, name: str, folder: str | None = None, **members):
         super().__init__(name)
@@ -50,7 +49,7 @@ class StandIn(types.ModuleType):
 
 
 def install() -> None:
-    """Put all of them in place, before vLLM is imported."""
+    """Install all stand-ins, before vLLM is imported."""
     for name in MODULES:
         StandIn(name)
     torch.npu = StandIn(
@@ -81,7 +80,7 @@ def install() -> None:
 
 
 def for_the_interpreter(prefix: str) -> None:
-    """Make `exp = tl.exp` of modules a function: the interpreter replaces what `tl` has alone."""
+    """Make `exp = tl.exp` in modules a function: the interpreter only replaces names in `tl`."""
     import triton.language as tl
 
     for module in [m for name, m in sys.modules.items() if name.startswith(prefix)]:
@@ -100,7 +99,7 @@ def causal_conv1d_custom(
     x, weight, *, conv_state, bias_opt, query_start_loc_opt, cache_indices_opt,
     initial_state_mode_opt, num_accepted_tokens_opt, activation_mode, pad_slot_id, run_mode,
 ):  # fmt: skip
-    """vllm-ascend's AscendC operator for prefills, by vllm-ascend's function of PyTorch."""
+    """vllm-ascend's AscendC operator for prefill, by vllm-ascend's own PyTorch function."""
     from vllm_ascend.ops.triton.mamba.causal_conv1d import causal_conv1d_ref
 
     assert run_mode == 0 and not num_accepted_tokens_opt
@@ -125,9 +124,9 @@ def recurrent_gated_delta_rule(
     query, key, value, g, beta, state, scale, actual_seq_lengths, ssm_state_indices,
     num_accepted_tokens=None,
 ):  # fmt: skip
-    """torch_npu's operator: states are `[values, keys]`, and one is kept behind each token.
+    """torch_npu's operator: states are `[values, keys]`, and one is kept after each token.
 
-    ssm_state_indices: `[T]`, or with drafted tokens `[N * S]`: S slots a sequence.
+    ssm_state_indices: `[T]`, or with drafted tokens `[N * S]`, S slots per sequence.
     """
     count, o = len(actual_seq_lengths), torch.zeros_like(value)
     slots, group = ssm_state_indices.view(count, -1), value.shape[1] // key.shape[1]

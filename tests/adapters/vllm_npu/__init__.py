@@ -1,1 +1,1 @@
-"""vLLM's engine with vllm-ascend on the emulated NPU, in a process of its own: see `stand_ins`."""
+"""vLLM's engine with vllm-ascend on the emulated NPU, in another process; see `stand_ins`."""

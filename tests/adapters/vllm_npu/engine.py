@@ -1,10 +1,10 @@
-"""vLLM's engine on a model of `tiny`: a line of JSON for each prompt.
+"""Run vLLM's engine on a model of `tiny`; print a line of JSON for each prompt.
 
 python -m vllm_npu.engine FOLDER [KEY=VALUE...]
 
-A line is [how, prompt, tokens]. Each prompt is served alone, then all are served together: some
-decode while others are prefilled, and where vLLM caches prefixes they are in its cache. Values are
-JSON. With enforce_eager=false lines of `graphs` follow.
+A line is [how, prompt, tokens]. Each prompt is served alone, then all together: some decode while
+others are prefilled, with their prefixes cached if vLLM caches them. Values are JSON. With
+enforce_eager=false the lines of `graphs` follow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETTINGS = {
     "dtype": "float16",
     "enforce_eager": True,
     "max_model_len": 512,
-    "max_num_batched_tokens": 128,  # the second part of the long prompt reads the first's cache
+    "max_num_batched_tokens": 128,  # the long prompt's second part reads the cache of its first
     "max_num_seqs": 4,
     "block_size": 128,
     "num_gpu_blocks_override": 16,
@@ -30,14 +30,14 @@ SETTINGS = {
 
 
 def start(folder: pathlib.Path, **changes):
-    """vLLM's engine, in this process."""
+    """Start vLLM's engine in this process, and return it."""
     stand_ins.install()
     import vllm
 
     stand_ins.mend_log_probabilities_of_drafts()
     graphs.watch()
 
-    # A model of pictures has a processor with a tokenizer; a model of text has none.
+    # A vision model has a processor with a tokenizer; a text model has none.
     settings = SETTINGS | {"skip_tokenizer_init": folder.name not in PICTURED}
     if folder.name in HYBRID:
         settings["mamba_ssm_cache_dtype"] = "float32"
@@ -45,7 +45,7 @@ def start(folder: pathlib.Path, **changes):
 
 
 def prompt_of(folder: pathlib.Path, tokens: list[int]) -> dict:
-    """What vLLM takes. It repeats the token of a picture itself."""
+    """Return a prompt for vLLM, which itself repeats a picture's token."""
     once = [token for i, token in enumerate(tokens) if token != IMAGE or tokens[i - 1] != IMAGE]
     prompt = {"prompt_token_ids": once}
     if IMAGE in tokens:

@@ -1,4 +1,4 @@
-"""Says what is captured as a graph and what is replayed, for a test to count."""
+"""Reports captures and replays of graphs, for tests to count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-replays: collections.Counter = collections.Counter()  # by (rows of the graph, tokens of the step)
+replays: collections.Counter = collections.Counter()  # key: (rows of the graph, tokens of the step)
 
 
 def watch() -> None:
@@ -37,6 +37,6 @@ def watch() -> None:
 
 
 def report() -> None:
-    """Print a line of JSON for each kind of replay: ["replayed", rows, tokens, how often]."""
+    """Print a line of JSON for each kind of replay: ["replayed", rows, tokens, count]."""
     for kind, count in sorted(replays.items()):
         print(json.dumps(["replayed", *kind, count]), flush=True)

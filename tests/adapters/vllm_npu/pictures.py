@@ -1,9 +1,9 @@
-"""A picture for each model that sees, and the processor that vLLM loads: in vLLM's environment.
+"""Write a picture and vLLM's processor for each vision model, in vLLM's environment.
 
 python -m vllm_npu.pictures FOLDER
 
-vLLM gets the picture as a PNG file. Its processor is that of transformers 4.57, which does not read
-the files of transformers 5. What the processor makes of the picture is what transformers gets.
+vLLM gets the picture as a PNG file. Its processor is that of transformers 4.57, which cannot read
+the files of transformers 5. transformers gets the processor's output for the picture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def write(folder: pathlib.Path) -> None:
-    """Write the processor's files, picture.png, and picture.pt with what a tower gets of it."""
+    """Write the processor's files, picture.png, and picture.pt with the tower's inputs."""
     folder.mkdir(parents=True)
     processor = transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessorFast(**SIZES),
@@ -42,7 +42,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def tokenizer(file: pathlib.Path):
-    """A tokenizer of words, of the class that the processor asks for."""
+    """Return a word tokenizer of the class that the processor needs."""
     names = {number: name for name, number in SPECIAL.items()}
     vocabulary = {names.get(i, f"t{i}"): i for i in range(TEXT["vocab_size"])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,11 +1,11 @@
-"""A server's log-probabilities against a trainer's, as `npu-ops parity --rollout` asks SGLang.
+"""Compare a server's log-probabilities with a trainer's, as `npu-ops parity --rollout` does.
 
 python -m vllm_npu.rollout FOLDER KEY=VALUE...     in vLLM's environment
 python -m vllm_npu.rollout FOLDER DTYPE SERVED     in this one, by transformers
 
-The server prints for each prompt ["served", tokens, following, cached, log-probabilities]. SERVED
-is a list of them, without the word. The trainer prints ["compared", how many tokens, cached,
-sampled, the largest difference, how many are equal].
+The server prints, per prompt, ["served", tokens, following, cached, log-probabilities]. SERVED is a
+list of these without the word. The trainer prints ["compared", number of tokens, cached, sampled,
+largest difference, number of equal ones].
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from npu_ops_tools import rollout
 from sglang_cpu.tiny import IMAGE, PICTURE, PICTURED
 
 SAMPLED = 5
-MORE = [7, 11, 13]  # behind a picture that is in the cache
+MORE = [7, 11, 13]  # after a cached picture
 
 
 def asked_of(folder: pathlib.Path) -> list[list[list[int]]]:
-    """Two halves, the second of which begins as the first does. Of pictures there is one each."""
+    """Return prompts in two halves, some with pictures; the second's start like the first's."""
     config = json.loads((folder / "config.json").read_text())
     halves = rollout.prompts(config.get("text_config", config)["vocab_size"])
     if folder.name in PICTURED:
@@ -31,7 +31,7 @@ def asked_of(folder: pathlib.Path) -> list[list[list[int]]]:
 
 
 def serve(folder: pathlib.Path, **changes) -> None:
-    """Sample after the prompts. Of the first half vLLM may have the beginnings in its cache."""
+    """Sample after each prompt. vLLM may have prefixes from the first half in its cache."""
     from vllm_npu import engine, graphs
 
     server = engine.start(folder, **changes)
@@ -52,7 +52,7 @@ def serve(folder: pathlib.Path, **changes) -> None:
 
 
 def compare(folder: pathlib.Path, dtype: str, served: pathlib.Path) -> None:
-    """Compute the same log-probabilities in one forward of each prompt and its tokens."""
+    """Compute the same log-probabilities by one forward of each prompt with its tokens."""
     import torch
     from transformers import AutoConfig
 

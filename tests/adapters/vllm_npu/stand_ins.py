@@ -1,14 +1,13 @@
-"""What vllm-ascend 0.18.0 asks of CANN and of its native module, which the emulated NPU lacks.
+"""Stand-ins for what vllm-ascend 0.18.0 needs of CANN and its native module on the emulated NPU.
 
-Everything else is the published source and the real torch_npu. Stand-ins:
-
+Everything else is the published source and the real torch_npu. The stand-ins:
 - `acl`, of which one function is named: `doubles/acl`;
 - `vllm_ascend_C`, three operators: `doubles/vllm_ascend_C.py`;
 - `meta_registration`, empty: shapes of operators that a Qwen model does not call;
 - ATB's `_npu_reshape_and_cache` and `_npu_matmul_add_fp32`, below, in PyTorch;
-- vllm-ascend's patch of torchair, empty: it needs CANN's graph engine, for compiled models alone.
+- vllm-ascend's patch of torchair, empty: only compiled models need it, with CANN's graph engine.
 
-One mend: vllm-ascend 0.18.0 raises TypeError where log-probabilities of drafts are asked for.
+One repair: vllm-ascend 0.18.0 raises TypeError if log-probabilities of drafts are requested.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ ABSENT = (
 
 
 def install() -> None:
-    """Put all of them in place, before vLLM is imported."""
+    """Install all stand-ins, before vLLM is imported."""
     sys.path.insert(0, str(pathlib.Path(__file__).parent / "doubles"))
     sys.modules.update({name: types.ModuleType(name) for name in ABSENT})
     sys.modules["vllm_ascend.vllm_ascend_C"] = importlib.import_module("vllm_ascend_C")
     import torch_npu
 
     atb = importlib.import_module("torch_npu.op_plugin.atb._atb_ops")
-    atb._register_atb_extensions = lambda: None  # ATB's library is not there
+    atb._register_atb_extensions = lambda: None  # there is no library of ATB
     for function in (_npu_reshape_and_cache, _npu_matmul_add_fp32):
         setattr(torch_npu, function.__name__, function)
 
 
 def mend_log_probabilities_of_drafts() -> None:
-    """Return the lists that `RejectionSampler.parse_output` has made already.
+    """Return lists that `RejectionSampler.parse_output` has already made.
 
-    vllm-ascend 0.18.0 hands them to `tolists` as if they were lengths.
+    vllm-ascend 0.18.0 passes them to `tolists` as if they were lengths.
     """
     from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
@@ -53,7 +52,8 @@ def mend_log_probabilities_of_drafts() -> None:
 
 
 def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
-    slots = slot_indices.long().clamp(min=0)  # a graph's padding, -1, to vLLM's empty block 0
+    # a graph's padding is -1; it goes to vLLM's unused block 0
+    slots = slot_indices.long().clamp(min=0)
     for cache, rows in ((key_cache, key), (value_cache, value)):
         cache.view(-1, *cache.shape[2:])[slots] = rows.view(-1, *cache.shape[2:])
 

@@ -1,9 +1,9 @@
-"""The tiny random models of sglang_cpu/tiny.py for vLLM, and what transformers generates with them.
+"""The tiny random models of sglang_cpu/tiny.py for vLLM, with the tokens transformers generates.
 
 python -m vllm_npu.tiny FOLDER [MODEL...]
 
-Writes FOLDER/MODEL with weights, configuration and `expected.json`: for each prompt its tokens and
-those that follow greedily. A model that sees needs the picture of `pictures`.
+Writes FOLDER/MODEL with weights, configuration and `expected.json`, which has each prompt's tokens
+and the greedily generated ones. A vision model needs the picture from `pictures`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from sglang_cpu.tiny import IMAGE, MODELS, PICTURE, PICTURED, greedy
 from sglang_cpu.tiny import PROMPTS as SHORT
 
-# In the last prompt, three of four words occur before, so that a draft is found after most words.
+# Three of four words of the last prompt occur before, so most words lead to a draft.
 PROMPTS = SHORT | {"most words": [13 * i % 589 + 1 for i in range(450)]}
 
 
@@ -32,7 +32,7 @@ def write(name: str, folder: pathlib.Path) -> None:
         expected["picture"] = [PICTURE, following]
         path = folder / "config.json"
         config = json.loads(path.read_text())
-        text = config["text_config"]  # transformers 4.57 has the base under another name
+        text = config["text_config"]  # transformers 4.57 has another name for rope's base
         text["rope_theta"] = text["rope_parameters"]["rope_theta"]
         path.write_text(json.dumps(config))
     (folder / "expected.json").write_text(json.dumps(expected))

@@ -1,4 +1,4 @@
-"""AscendC kernels on the emulated NPU, through the runtime's C interface."""
+"""AscendC kernels on the emulated NPU, launched through the runtime's C interface."""
 
 import ctypes
 import pathlib
@@ -23,7 +23,7 @@ def runtime():
 
 @pytest.fixture(scope="module")
 def doubling(runtime):
-    """The kernel's handle, as CANN's loader gives one for a device binary."""
+    """Return the kernel's function handle, loaded as CANN loads a device binary."""
     binary, function = ctypes.c_void_p(), ctypes.c_void_p()
     path = str(twins.compile(SOURCE).path).encode()
     assert runtime.aclrtBinaryLoadFromFile(path, None, ctypes.byref(binary)) == 0
@@ -34,7 +34,7 @@ def doubling(runtime):
 
 
 def launch(runtime, function, mistake):
-    """Run doubling.cpp on tensors of the NPU; its status and its result."""
+    """Run doubling.cpp with a mistake on NPU tensors; return its status and its result."""
     names = re.search(r"enum Mistake.*?\{(.*?)\}", SOURCE.read_text(), re.S)[1].split(",")
     number = [name.strip() for name in names].index(mistake)
     x = torch.arange(BLOCKS * COUNT, dtype=torch.float32).npu()

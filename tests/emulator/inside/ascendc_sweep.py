@@ -1,7 +1,7 @@
-"""AscendC kernels on calls that hypothesis draws, against the fuzzer's formulas in fp64.
+"""AscendC kernels on calls drawn by hypothesis, against the fuzzer's formulas in fp64.
 
-The fuzzer (tests/fuzz) makes and judges the calls; here they are moved to the emulated NPU, as they
-lie in memory, and their results back.
+The fuzzer (tests/fuzz) makes and judges the calls. Here their arguments are moved to the emulated
+NPU with the same memory layout, and the results are moved back.
 """
 
 import functools
@@ -19,7 +19,7 @@ import npu_ops
 from npu_ops.core import env, registry
 from npu_ops.core.registry import Table
 
-EXAMPLES = 250  # of each function
+EXAMPLES = 250  # per function
 USUAL = {name: SIMPLEST[name] for name in ("defaults", "rewrite", "malformed")}
 FORCED = {op: "ascendc" for op, table in Table.tables.items()
           if any(i.name == "ascendc" for i in table.implementations)}  # fmt: skip
@@ -27,12 +27,13 @@ FUNCTIONS = [name for name in TARGETS if registry._explained[name][0].name in FO
 
 
 def on_npu(function, counts):
-    """`function` by its AscendC kernels; on the CPU where they do not take a call."""
+    """Return `function` run by its AscendC kernels, or on the CPU for calls that they decline."""
 
     @functools.wraps(function)
     def call(**arguments):
         with torch.no_grad():
-            function(**placed(arguments, "cpu"))  # raises for index values: no device looks at them
+            # raises for wrong index values, which a device does not check
+            function(**placed(arguments, "cpu"))
         if any(getattr(value, "dtype", None) == torch.float64 for value in arguments.values()):
             counts["refused"] += 1  # an NPU has no fp64
             return function(**arguments)
@@ -56,8 +57,10 @@ def on_npu(function, counts):
 
 
 def placed(arguments: dict, device: str) -> dict:
-    """Copies of the arguments on a device, laid out in memory as these are, and sharing what these
-    share; a tensor with a gradient is dense and alone."""
+    """Return copies of the arguments on a device, with the same layout and sharing of memory.
+
+    A tensor with a gradient is copied alone and dense.
+    """
     bases = {}
 
     def one(value):
@@ -79,7 +82,7 @@ def placed(arguments: dict, device: str) -> dict:
 
 
 def give_back(value, there):
-    """Write what was written there; what was not is the same, and expanded memory is only read."""
+    """Copy tensors that changed on the device back to `value`. Expanded memory is only read."""
     if isinstance(value, tuple):
         for parts in zip(value, there, strict=True):
             give_back(*parts)

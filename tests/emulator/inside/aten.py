@@ -1,4 +1,4 @@
-"""aten on an NPU tensor: the same numbers, errors and random streams as PyTorch promises."""
+"""aten operators on NPU tensors: the values, errors and random streams that PyTorch promises."""
 
 import copy
 import subprocess
@@ -67,7 +67,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_histc_counts_integers(dtype):
-    """As verl and transformers count the tokens of each expert; torch's CPU kernel refuses them."""
+    """verl and transformers count each expert's tokens so; torch's CPU kernel refuses integers."""
     x = torch.tensor([0, 3, 3, 1, 0, 3, 5, 6], dtype=dtype, device=NPU)
     counts = torch.histc(x, bins=6, min=0, max=5)
     assert counts.device == NPU and counts.dtype == dtype and counts.tolist() == [2, 1, 0, 3, 0, 1]
@@ -169,7 +169,7 @@ def test_memory_limit():
         torch.empty(70 << 30, dtype=torch.uint8, device=NPU)
     before = torch.npu.memory_allocated()
     block = torch.empty(1 << 20, device=NPU)
-    # torch_npu keeps 32 bytes behind each tensor, and rounds to 512.
+    # torch_npu reserves 32 bytes after each tensor, and rounds to 512.
     assert 32 <= torch.npu.memory_allocated() - before - block.nbytes <= 512
 
 

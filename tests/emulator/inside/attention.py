@@ -1,4 +1,4 @@
-"""Attention operators of torch_npu against plain PyTorch: layouts, masks, gradients, rejections."""
+"""torch_npu's attention operators against plain PyTorch: layouts, masks, gradients, errors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LAYOUTS = {
 
 
 def reference(q, k, v, allowed=None, scale=0.2, bias=0):
-    """q [.., N, S, D], k and v with fewer heads; `allowed` is true where a pair counts."""
+    """Attention by PyTorch. q: [.., N, S, D]; k, v: fewer heads; allowed: true for used pairs."""
     times = q.size(-3) // k.size(-3)
     k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
     scores = (q @ k.transpose(-1, -2) + bias) * scale
@@ -63,7 +63,10 @@ def test_layouts_and_gradients(layout, dtype):
 
 
 def test_what_is_computed_head_by_head():
-    """2 x 35 million scores, with a mask for each head and a gradient; few of them have weight."""
+    """2 x 35 million scores, so heads run one by one; the mask differs per head.
+
+    A large scale gives weight to few keys.
+    """
     given = tensors(heads=2, kv=1, q_len=5, k_len=7_000_000, dim=1, batch=1)
     left_out = torch.rand(1, 2, 5, given[1].shape[2]) < 0.5
     ours = [t.npu().requires_grad_() for t in given]
@@ -74,8 +77,8 @@ def test_what_is_computed_head_by_head():
     theirs = [t.double().requires_grad_() for t in given]
     expected = reference(*theirs, ~left_out, scale=8.0)
     expected.sum().backward()
-    assert expected.abs().amax(2).min() > 0.01  # of each head
-    close(out, expected, torch.float16)  # sums of millions
+    assert expected.abs().amax(2).min() > 0.01  # in each head
+    close(out, expected, torch.float16)  # sums over millions of keys
     for mine, their in zip(ours, theirs, strict=True):
         assert their.grad.abs().max() > 0.01
         close(mine.grad, their.grad, torch.float16)
@@ -116,7 +119,7 @@ def test_sparse_modes(mode, lengths):
 
 
 def test_no_mask_means_no_mask():
-    """The vendor ignores sparse_mode where no mask is given; causal it is not."""
+    """The vendor ignores sparse_mode without a mask, so the result is not causal."""
     q, k, v = tensors()
     out = torch_npu.npu_fusion_attention(
         q.npu(), k.npu(), v.npu(), 4, "BNSD", scale=0.2, sparse_mode=3
@@ -125,7 +128,7 @@ def test_no_mask_means_no_mask():
 
 
 def packed(q, k, v, ends):
-    """TND tensors of two sequences cut from [1, N, S, D], and the expected result."""
+    """Cut two sequences from [1, N, S, D], and return causal attention of each as TND."""
     starts = [0, *ends[:-1]]
     parts = [
         reference(
@@ -174,7 +177,8 @@ def test_dropout_keeps_the_mean_and_repeats_in_backward():
     out = torch_npu.npu_fusion_attention(q, q, v, 1, "BNSD", scale=1.0, keep_prob=0.5)[0]
     assert 0.9 < out.mean() < 1.1 and out.std() > 0.05
     out.sum().backward()
-    # The gradient of v is the column's sum of kept weights, so it has the mask of the forward.
+    # v's gradient sums each column's kept weights, so it shows whether the backward's mask is the
+    # same.
     torch.testing.assert_close(v.grad.sum(), out.sum())
 
 
@@ -201,7 +205,7 @@ def test_is_rejected():
 
 
 def test_what_is_not_emulated_says_so():
-    """The list is in docs/evidence/emulated-npu.md."""
+    """docs/evidence/emulated-npu.md has the list."""
     q, k, v = (t.npu() for t in tensors())
     packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
     ends = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]}
@@ -209,7 +213,7 @@ def test_what_is_not_emulated_says_so():
     for mode in (5, 6):
         with rejected(161002, f"sparse_mode {mode} is not emulated"):
             torch_npu.npu_fusion_attention(q, k, v, 4, "BNSD", atten_mask=mask, sparse_mode=mode)
-    for mode in (7, 8):  # torch_npu itself takes these for TND alone
+    for mode in (7, 8):  # torch_npu takes these only for TND
         with rejected(161002, f"sparse_mode {mode} is not emulated"):
             torch_npu.npu_fusion_attention(
                 *packed, 4, "TND", atten_mask=mask, sparse_mode=mode, **ends

@@ -1,4 +1,4 @@
-"""Two ranks of which one dies, or asks for something else. Started once; starts the other rank."""
+"""Two ranks, of which one dies or calls another collective. This program starts the second rank."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed over HCCL; run by torchrun with 2 or 4 processes."""
+"""Every collective of torch.distributed over HCCL; torchrun runs this with 2 or 4 processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The gated delta rule and causal convolution of torch_npu against plain PyTorch."""
+"""torch_npu's gated delta rule and causal convolution against plain PyTorch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def inputs(tokens, heads=2, value_heads=4, dim=16):
 
 
 def reference(q, k, v, beta, g, state, scale):
-    """Token by token in fp32; q, k repeated for the value heads."""
+    """Compute token by token in fp32, with q and k repeated for the value heads."""
     q, k, v, beta = (t.float() for t in (q, k, v, beta))
     q, k = (t.repeat_interleave(v.size(1) // t.size(1), 1) for t in (q, k))
     out = []

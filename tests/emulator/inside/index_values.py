@@ -1,6 +1,6 @@
-"""Wrong index values on an NPU, where nobody looks at them: no kernel leaves a tensor.
+"""Wrong index values on an NPU, which no check stops: no kernel accesses memory outside a tensor.
 
-Run with --check-bounds and tests/ops on the path.
+Run with --check-bounds and with tests/ops on the path.
 """
 
 import pytest
@@ -18,7 +18,7 @@ def on_npu(inputs):
 
 
 def run(index, inputs, value):
-    """Forward, and backward where there is one."""
+    """Run forward, and backward if there is one; return the outputs."""
     for name in ("q", "k", "v", "x", "weight", "g", "beta", "initial_state"):
         if index.trains and name in inputs:
             inputs[name].requires_grad_()
@@ -35,7 +35,7 @@ def test_no_kernel_leaves_a_tensor(index):
     assert triton_driver.launch.check_bounds
     right = index.call()[index.name]
     values = list(index.wrong(right).values())
-    if right.dtype == torch.int64:  # what may wrap
+    if right.dtype == torch.int64:  # int64 values that wrap as int32
         values += [right + 2**40, right - 2**40]
     with forced("triton_ascend", *Table.tables):
         for value in values:
@@ -44,7 +44,7 @@ def test_no_kernel_leaves_a_tensor(index):
 
 @pytest.mark.parametrize("starts", [[0, 2, 5], [-1, 2, 4], [1, 2, 4], [0, 5, 4], [0, -3, 4]])
 def test_update_of_wrong_starts(starts):
-    """All tokens are NaN, and the states stay."""
+    """All tokens read NaN, and the states are unchanged."""
     inputs = on_npu(gated_delta_rule_update())
     before = inputs["state"].clone()
     inputs["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32).npu()

@@ -1,4 +1,4 @@
-"""Cross entropy by torch_npu against torch's on the CPU, and what the vendor refuses."""
+"""torch_npu's cross entropy against torch's on the CPU, and the calls that the vendor refuses."""
 
 import re
 
@@ -77,7 +77,7 @@ def test_smooth_labels_have_a_loss_and_no_gradient(reduction):
 
 
 def test_verl_s_log_probabilities():
-    """As verl calls it: logits of a batch, a logarithm for each token."""
+    """verl's call: logits of a batch give a log probability per token."""
     x = torch.randn(2, 3, CLASSES)
     wanted = labels().view(2, 3)
     loss, *_ = torch_npu.npu_cross_entropy_loss(

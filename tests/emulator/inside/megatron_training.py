@@ -1,7 +1,7 @@
-"""megatron-core's GPTModel trains on NPU tensors, on our Triton kernels; prints its losses.
+"""megatron-core's GPTModel trains on NPU tensors with our Triton kernels; prints the losses.
 
-Run by torchrun with two ranks, it prints a line of JSON for each way to share the model: each rank
-trains all of it alone, then they share it by tensor and by context parallelism.
+Run by torchrun with two ranks, it prints one line of JSON per way to split the model: each rank
+alone with all of it, then tensor parallelism, then context parallelism.
 """
 
 import collections
@@ -25,7 +25,8 @@ LENGTH, VOCABULARY, STEPS = 32, 128, 3
 
 
 def build(tensor_ranks, context_ranks):
-    """The same weights for every number of ranks: they are drawn whole on the CPU, and cut."""
+    """Build a model with the same weights for any split: they are drawn whole on
+    the CPU, then cut."""
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
@@ -54,7 +55,7 @@ def train(model):
         loss = model(tokens, positions, mask, labels=tokens).mean()
         optimizer.zero_grad()
         loss.backward()
-        # A rank has the gradients of its own tokens.
+        # Each rank has gradients of its own tokens only.
         for value in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
             group = parallel_state.get_context_parallel_group()
             dist.all_reduce(value, dist.ReduceOp.AVG, group)

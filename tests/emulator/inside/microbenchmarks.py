@@ -1,4 +1,4 @@
-"""The kernels of the microbenchmarks do what they say; else times would be of something else."""
+"""The microbenchmarks' kernels compute what they claim; otherwise their times would be wrong."""
 
 import torch
 import torch_npu  # noqa: F401

@@ -1,4 +1,4 @@
-"""Mixtures of experts by torch_npu against a loop over tokens and their experts."""
+"""torch_npu's mixture-of-experts operators against a loop over tokens and their experts."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def choices():
 
 
 def routed(x, experts, **options):
-    """As SGLang calls it."""
+    """Route tokens to experts with the arguments that SGLang passes."""
     return torch_npu.npu_moe_init_routing_v2(
         x.npu(), experts.npu(), active_num=experts.numel(), expert_num=EXPERTS,
         expert_tokens_num_flag=True, active_expert_range=[0, EXPERTS], quant_mode=-1,
@@ -76,7 +76,7 @@ def test_a_product_for_each_group(dtype, cumulative):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turned", [True, False])
 def test_a_weight_for_each_group(dtype, turned):
-    """As MindSpeed's experts in Transformer Engine's place call it, forwards and backwards."""
+    """MindSpeed's replacement for Transformer Engine's experts makes this call."""
     x, weight = torch.randn(9, HIDDEN).to(dtype), torch.randn(3, HIDDEN, 4).to(dtype)
     lie = [w.t().contiguous().npu().t() if turned else w.npu() for w in weight]
     (out,) = torch_npu.npu_grouped_matmul(
@@ -94,7 +94,7 @@ def test_a_weight_for_each_group(dtype, turned):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_the_gradient_of_weights_for_each_group(dtype, cumulative):
-    """group_type 2: the axis that is summed over is divided; a group of nothing is zero."""
+    """group_type 2 splits the summed axis into groups; the result of an empty group is zero."""
     x, grad = torch.randn(9, HIDDEN).to(dtype), torch.randn(9, 4).to(dtype)
     ends = torch.tensor([2, 2, 8])
     groups = ends if cumulative else ends.diff(prepend=torch.tensor([0]))
@@ -110,7 +110,7 @@ def test_the_gradient_of_weights_for_each_group(dtype, cumulative):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chosen", [1, CHOSEN])
 def test_tokens_to_experts_and_back(dtype, chosen):
-    """As verl's patches train a mixture of experts, with the gradients of tokens and of weights."""
+    """verl's patches train a mixture of experts so, with gradients of tokens and weights."""
     torch.manual_seed(0)
     experts = choices()[:, :chosen]
     x, probs = torch.randn(TOKENS, HIDDEN).to(dtype), torch.rand(TOKENS, chosen).to(dtype)
@@ -152,7 +152,7 @@ def test_tokens_behind_a_number_are_dropped():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer(dtype):
-    """All four, one after the other, as SGLang serves a mixture of experts."""
+    """SGLang's whole mixture-of-experts layer: all four operators in sequence."""
     torch.manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN).to(dtype)
     weight = (torch.randn(EXPERTS, HIDDEN, HIDDEN) / 4).to(dtype)

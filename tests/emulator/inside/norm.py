@@ -1,4 +1,4 @@
-"""Norms, activations and dropout of torch_npu against plain PyTorch."""
+"""torch_npu's norms, activations and dropout against plain PyTorch."""
 
 import pytest
 import torch

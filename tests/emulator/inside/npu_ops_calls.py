@@ -1,7 +1,7 @@
-"""On NPU tensors every op takes its Triton kernels, unasked, forward and backward: attention where
-the vendor's operators refuse a call, and those where they take it.
+"""On NPU tensors every op runs its Triton kernels by default, forward and backward.
 
-What they compute is tested by `pytest --device npu tests/ops`.
+Attention and grouped_linear run the vendor's operators, and Triton where these decline a call.
+`pytest --device npu tests/ops` tests the results.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ OPS = [
     for module in pkgutil.iter_modules(ops.__path__)
     if importlib.import_module(f"npu_ops.ops.{module.name}.cases").REPRESENTATIVE
 ]
-OF_VENDOR = ("attention", "grouped_linear")  # torch_npu's operators come first
+OF_VENDOR = ("attention", "grouped_linear")  # torch_npu's operators are preferred
 CALLS = [(op, None, "triton_ascend") for op in OPS if op not in OF_VENDOR]
 CALLS += [("attention", "mla-192-128", "aclnn"), ("attention", "softcap", "triton_ascend")]
 CALLS += [("grouped_linear", None, "aclnn")]
@@ -52,7 +52,7 @@ def test_explain_answers_for_npu_tensors():
     case = importlib.import_module("npu_ops.ops.rope.cases").CASES[0]
     verdicts = npu_ops.explain("apply_rotary_pos_emb", **case.inputs(torch.bfloat16, "npu"))
     said = {verdict.implementation: verdict.why_not for verdict in verdicts}
-    assert said.pop("ascendc")  # that Triton's comes first, or that there are no headers
+    assert said.pop("ascendc")  # Triton is preferred, or there are no headers
     assert "the vendor's operators take one dtype" in said.pop("aclnn")
     assert said == {
         "triton_ascend": None,

@@ -1,4 +1,4 @@
-"""How many kernels the chunked gated delta rule launches for packed sequences, as JSON."""
+"""Print as JSON how many kernels the chunked gated delta rule launches for packed sequences."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rotary operators of torch_npu: numbers against plain PyTorch, and calls a device rejects."""
+"""torch_npu's rotary operators: results against plain PyTorch, and calls that a device rejects."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_interleave_rope():
         torch_npu.npu_interleave_rope(x, cos, sin)
 
 
-# Plain rope. Not None: torch_npu 2.13 would then pass an array that is freed before it is read.
+# Plain rope. With None, torch_npu 2.13 passes an array that is freed before it is read.
 NO_SECTIONS = [0, 0, 0]
 
 

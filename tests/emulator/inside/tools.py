@@ -1,4 +1,4 @@
-"""The tools know AscendC kernels: in the table of an op, and where they are what runs."""
+"""The tools list AscendC kernels in an op's table, and as what runs where they are chosen."""
 
 import dataclasses
 import logging
@@ -26,7 +26,7 @@ def small_case():
 
 
 def said_by_doctor() -> dict[tuple[str, str], str | None]:
-    """(op, implementation) -> why not, on the NPU."""
+    """Return doctor's reasons for the NPU: (op, implementation) -> why not."""
     return {(row["op"], row["implementation"]): row["why_not"]
             for row in doctor.implementations() if row["device"] == "npu"}  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""transformers' models on NPU tensors, on our kernels alone: what they compute on the CPU.
+"""transformers' models on NPU tensors, by our kernels only, give the results of the CPU.
 
-Nothing falls back (NPU_OPS_STRICT=1), and shadow mode, which copies all it is given, is content.
+Nothing falls back (NPU_OPS_STRICT=1), and shadow mode, which copies every argument, finds no
+difference.
 """
 
 import logging
@@ -31,7 +32,7 @@ OPERATORS = {
 }  # fmt: skip
 
 
-# Its experts and keys are chosen by scores, and one rounding in bf16 changes what a token chooses.
+# Scores choose its experts and keys, and one rounding in bf16 changes a token's choice.
 IN_FP32 = ("qwen4_exp",)
 
 
@@ -61,7 +62,7 @@ def test_a_model(name, caplog):
 
 
 def test_where_torch_npu_has_a_grouped_product_it_stays(monkeypatch):
-    """That of torch 2.13 has none: PyTorch's function waits for the end of each group."""
+    """torch_npu for torch 2.13 has none: PyTorch's own waits for the device after each group."""
     assert not experts.pytorch_has_one()
     x, offs = torch.zeros(2, 3, device="npu"), torch.tensor([2], device="npu")
     assert experts.ours(x, x[None], offs)().shape == (2, 2)

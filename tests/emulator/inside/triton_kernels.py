@@ -1,4 +1,4 @@
-"""Triton kernels on NPU tensors: order with queued work, bytes moved, and faults at the launch.
+"""Triton kernels on NPU tensors: order with queued work, bytes copied, and errors at launch.
 
 Run with --check-bounds.
 """

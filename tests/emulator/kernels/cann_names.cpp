@@ -1,5 +1,5 @@
-// A type and headers that kernels of other projects use, and that CANN provides but the vendor's
-// headers do not. test_twin.py and test_device_side.py compile this; nothing runs it.
+// Uses a type and headers that other projects' kernels use: CANN has them, the vendor's headers do
+// not. test_twin.py and test_device_side.py compile this file; nothing runs it.
 #include <ascendc/host_api/tiling/template_argument.h>
 #include <kernel_operator.h>
 #include <lib/matmul_intf.h>

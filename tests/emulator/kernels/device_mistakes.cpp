@@ -1,5 +1,5 @@
-// What g++ takes and a device does not: compiled with MISTAKE, one of the numbers below; without it,
-// the kernel is right. tests/emulator/test_device_side.py says what is found of each.
+// Mistakes that g++ accepts and a device does not. MISTAKE selects one of the numbers below; else
+// the kernel is right. tests/emulator/test_device_side.py has the expected finding for each.
 #include <kernel_operator.h>
 
 #include <algorithm>

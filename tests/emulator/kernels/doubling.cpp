@@ -1,5 +1,5 @@
-// z = 2 x in tiles, and ways to get it wrong: `mistake` is one of them, 0 the right kernel.
-// tests/emulator/test_twin.py says of each what the twin must report.
+// z = 2 x in tiles, right (`mistake` is 0) or with one of several mistakes.
+// tests/emulator/test_twin.py has the finding that the twin must report for each.
 #include "kernel_operator.h"
 
 using namespace AscendC;

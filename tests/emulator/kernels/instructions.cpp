@@ -1,5 +1,5 @@
-// One instruction of the twin on an image of the unified buffer: tests/emulator/test_instructions.py
-// says which, and what must become of the image.
+// Runs one instruction of the twin on an image of the unified buffer. test_instructions.py in
+// tests/emulator selects the instruction and checks the image afterwards.
 #include <kernel_operator.h>
 
 #include <cstring>
@@ -8,24 +8,24 @@ namespace npu_ops {
 
 constexpr int32_t kBytes = 64 * 1024;
 
-// Offsets are bytes from the beginning of the image, strides blocks.
+// Offsets are in bytes from the start of the image, strides in blocks.
 struct Call {
   char name[32];
   uint64_t low, high;  // the mask
-  int64_t counts;      // whether it is in counter mode
+  int64_t counts;      // whether the mask is in counter mode
   double scalar;
   int32_t to, a, b, repeats;
   int32_t to_block, a_block, b_block, to_repeat, a_repeat, b_repeat;
   int32_t more[6];
 };
 
-// What an instruction leaves in registers.
+// Registers after the instruction.
 struct Left {
   uint64_t compare[2], accumulated, kept;
 };
 
 struct Place {
-  char *ub, *in, *other;  // the image, the tensor that it comes from, another tensor
+  char *ub, *in, *other;  // the image, the tensor it is copied from, another tensor
   template <class T>
   T* at(int32_t offset) const {
     return reinterpret_cast<T*>(ub + offset);
@@ -96,8 +96,8 @@ struct Entry {
 #define WORDS(KIND, NAME) \
   KIND(NAME, int16_t) KIND(NAME, uint16_t) KIND(NAME, int32_t) KIND(NAME, uint32_t)
 
-// The mask of vsel: in CMPMASK for mode 0, in `b` for mode 1, which takes a scalar from CMPMASK,
-// and where CMPMASK points for mode 2.
+// The mask of vsel: in CMPMASK for mode 0; in `b` for mode 1, whose scalar is in CMPMASK;
+// where CMPMASK points for mode 2.
 template <class T>
 void select(const Call& c, const Place& p) {
   const int32_t mode = c.more[0], bits = c.more[1], mask = c.more[2];
@@ -114,7 +114,7 @@ void reduce(const Call& c, const Place& p) {
             c.b_repeat);
 }
 
-// Offsets of the sixteen blocks of the target and of the source lie at `b`.
+// At `b` are the offsets of the target's and the source's sixteen blocks.
 void point_to_blocks(const Call& c, const Place& p) {
   for (int32_t i = 0; i < 4; ++i) {
     uint64_t addresses[8];
@@ -236,7 +236,7 @@ extern "C" __global__ __aicore__ void instructions(GM_ADDR in, GM_ADDR out, GM_A
   std::memcpy(left, &values, sizeof(values));
 }
 
-// The names of all entries, a line each.
+// Returns the names of all entries, one per line.
 extern "C" __attribute__((visibility("default"))) const char* instruction_names() {
   static std::string names;
   names.clear();

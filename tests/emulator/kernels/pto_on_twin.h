@@ -1,5 +1,5 @@
-// PTO-ISA's headers for Ascend910B, compiled by g++ for the twin: what bisheng's language has
-// beyond C++, and instructions that are told an address in 32 bits, which on a device is all of it.
+// Lets g++ compile PTO-ISA's headers for Ascend910B for the twin: defines what bisheng has beyond
+// C++, and instructions that take 32-bit addresses, which on a device are whole addresses.
 #pragma once
 
 #include <algorithm>
@@ -27,13 +27,13 @@ template <class... T>
 void st_atomic(T...);
 
 inline uint8_t* unified_buffer() { return AscendC::ConstDefiner::Instance().cpuUB; }
-// The address in the unified buffer that ends in these 32 bits.
+// Returns the address in the unified buffer whose low 32 bits are these.
 inline uint8_t* address_of(uint32_t low) {
   const auto begin = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(unified_buffer()));
   return unified_buffer() + static_cast<uint32_t>(low - begin);
 }
 
-// An offset of the unified buffer, as an address.
+// Returns the address of an offset in the unified buffer.
 template <class T>
 uint64_t get_imm(T offset) {
   return reinterpret_cast<uint64_t>(unified_buffer() + offset);

@@ -1,5 +1,5 @@
-// Operations on tiles, through the public interface of PTO-ISA: one of them a launch. Compiled
-// twice by tests/emulator/upstream_pto.py, for PTO-ISA's simulator (__CPU_SIM) and for the twin.
+// Tile operations through PTO-ISA's public interface; a launch runs one of them. upstream_pto.py
+// in tests/emulator compiles this for PTO-ISA's simulator (__CPU_SIM) and for the twin.
 #ifdef __CPU_SIM
 #include <cstdint>
 #else
@@ -32,13 +32,13 @@ constexpr int kRows = 16, kColumns = 64, kBytes = kRows * kColumns * 4;
 template <class T, int ROWS = kRows, int COLUMNS = kColumns>
 using Tile = pto::Tile<pto::TileType::Vec, T, ROWS, COLUMNS, pto::BLayout::RowMajor, -1, -1>;
 
-// Memory of the unified buffer, in order; the simulator's tiles have memory of their own.
+// Allocates the unified buffer in order; the simulator's tiles have memory of their own.
 struct Memory {
   uint64_t next;
   template <class T>
   T& place(T& tile) {
     TASSIGN(tile, next);
-    next += 2 * kBytes;  // operations may use what lies behind a tile's last repeat
+    next += 2 * kBytes;  // operations may use memory past a tile's last repeat
     return tile;
   }
 };
@@ -46,7 +46,7 @@ struct Memory {
 template <class T>
 using Global = pto::GlobalTensor<T, pto::Shape<1, 1, 1, -1, -1>, pto::Stride<1, 1, -1, -1, 1>>;
 
-// Rows in global memory begin as far from each other as in a tile.
+// Rows in global memory have the stride of a tile's rows.
 template <class T, class TILE>
 void load(TILE& tile, __gm__ uint8_t* from) {
   const int rows = tile.GetValidRow(), columns = tile.GetValidCol();
@@ -257,14 +257,14 @@ void gathered(const Given& given, Memories memories, Memory memory) {
     TGATHER(memory.place(out), x, indices);
     return store<T>(out, memories.out);
   }
-  Tile<uint32_t, kRows, 8> offsets(kRows, 8);  // an instruction takes eight, wherever a row ends
+  Tile<uint32_t, kRows, 8> offsets(kRows, 8);  // an instruction takes eight, even past a row's end
   load<uint32_t>(memory.place(offsets), memories.b);
   loaded();
   TGATHERB(memory.place(out), x, offsets);
   store<T>(out, memories.out);
 }
 
-// Of each row, which repeats the whole of it, the elements of a pattern.
+// Keeps those elements of one row that a pattern selects.
 template <class T, pto::MaskPattern PATTERN>
 void kept(Memories memories, Memory memory) {
   Tile<T, 1> x(1, kColumns), out(1, kColumns);
@@ -357,7 +357,7 @@ extern "C" __global__ __aicore__ void tiles(GM_ADDR a, GM_ADDR b, GM_ADDR out, G
   AscendC::TBuf<AscendC::TPosition::VECCALC> buffer;
   pipe.InitBuffer(buffer, 12 * kBytes);
   AscendC::LocalTensor<float> all = buffer.Get<float>();
-  // Upstream's operations read whole repeats, behind what is valid too.
+  // Upstream's operations read whole repeats, even past the valid part.
   AscendC::Duplicate(all, 1.0f, 12 * kBytes / sizeof(float));
   set_flag(PIPE_V, PIPE_MTE2, EVENT_ID1);
   wait_flag(PIPE_V, PIPE_MTE2, EVENT_ID1);

@@ -1,1 +1,1 @@
-"""Each public function that is fuzzed: what it is called with, and its formula."""
+"""The fuzzed public functions: settings, arguments and formula of each."""

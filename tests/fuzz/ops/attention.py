@@ -13,7 +13,7 @@ from fuzz.target import DTYPES, INDEX, NAN, NO, Drawn, Target, tensor
 
 
 def softmax_rows(q, k, v, *, scale, left, right, shift, softcap, bias, mask, sinks, keep, p):
-    """`[N, Sq, Dv]` and `[N, Sq]` of one sequence; q, k and v `[N, S, D]`."""
+    """Return out `[N, Sq, Dv]` and lse `[N, Sq]` of one sequence; q, k and v are `[N, S, D]`."""
     queries, keys = q.shape[1], k.shape[1]
     scores = torch.einsum("nqd,nkd->nqk", q, k) * scale
     if softcap is not None:
@@ -41,12 +41,12 @@ def softmax_rows(q, k, v, *, scale, left, right, shift, softcap, bias, mask, sin
     weights = (weights / torch.where(nothing, 1.0, total))[..., :keys]
     if keep is not None:
         weights = weights * keep / (1 - drawn(p))
-    v = v[:, None].masked_fill(~part[..., None], 0.0)  # what a row does not see may be NaN
+    v = v[:, None].masked_fill(~part[..., None], 0.0)  # unseen values may be NaN
     return torch.einsum("nqk,nqkd->nqd", weights, v), lse[..., 0]
 
 
 def in_heads(x, layout, heads):
-    """Any dense layout as `[B, N, S, D]`; TND as `[1, N, T, D]`."""
+    """Return a dense layout as `[B, N, S, D]`, and TND as `[1, N, T, D]`."""
     if layout in ("BSH", "SBH"):
         x, layout = x.unflatten(2, (heads, -1)), layout[:2] + "ND"
     if layout == "TND":
@@ -63,7 +63,7 @@ def from_heads(x, layout):
 
 
 def cache_keys(cache, layout, blocks, length, heads):
-    """`[N, length, D]` of a paged cache; the blocks behind the length mean nothing."""
+    """Return `[N, length, D]` from a paged cache; block numbers past the length are ignored."""
     if cache.dim() == 3:
         cache = cache.unflatten(2, (heads, -1))
     cache = cache if layout != "BNSD" else cache.transpose(1, 2)  # [blocks, size, N, D]
@@ -142,7 +142,7 @@ def attention(
     )
     if paged and v.dim() == 3:
         dim = v.shape[-1] // key_heads
-    if layout == "TND":  # with tokens that are nobody's
+    if layout == "TND":  # with unowned tokens
         behind = q.shape[0] - of_q[-1][1]
         out = torch.cat([*(o for o, _ in found), wide_q.new_zeros(heads, behind, dim)], 1)[None]
         lse = torch.cat([*(s for _, s in found), wide_q.new_zeros(heads, behind)], 1)
@@ -202,7 +202,7 @@ def make_attention(s, draw):
             arguments["max_seqlen_q"] = max(q for q, _ in pairs)
             if not paged:
                 arguments["max_seqlen_k"] = max(of_k)
-    if p:  # a value for each key shows the weights themselves
+    if p:  # with identity values the output shows the weights
         value_dim = max(keys, 1) if not paged else dim
         p = 0.0 if paged or queries == 0 or keys == 0 else p
     if paged:
@@ -262,14 +262,14 @@ def make_attention(s, draw):
 
 
 def heads_in(x, layout, packed_q):
-    """`[B, N, S, D]` in a layout, contiguous; packed tokens are the first batch entry's."""
+    """Return `[B, N, S, D]` contiguous in a layout; packed tokens are in the first batch entry."""
     if packed_q:
         return x[0].transpose(0, 1).contiguous() if len(x) else x
     return from_heads(x, layout).contiguous()
 
 
 def identity(v, layout, heads, dim, arguments):
-    """Values that show the weights: key j's is 1 at j, counted within its sequence."""
+    """Return values that show the weights: key j's is 1 at j, counted within its sequence."""
     keys = v.shape[0] if layout == "TND" else dim
     where = torch.arange(keys, device="cpu")
     if layout == "TND":
@@ -281,7 +281,7 @@ def identity(v, layout, heads, dim, arguments):
 
 
 def hide_blocks(k, v, table, lengths, size, layout):
-    """NaN in every row of the cache that no sequence has, and nonsense where no block is needed."""
+    """Fill cache rows that no sequence owns with NaN, and unused block numbers with -7."""
     used = set()
     for blocks, length in zip(table, lengths, strict=True):
         used |= {(int(blocks[j // size]), j % size) for j in range(length)}
@@ -295,16 +295,22 @@ def hide_blocks(k, v, table, lengths, size, layout):
 
 
 def forms(name, s):
-    """v that shows dropped weights differs from key to key, and what is hidden from what is not:
-    they are not the same memory."""
+    """Return the forms that an argument may have, None for any.
+
+    Values that show dropped weights differ between keys, and hidden rows differ from others, so
+    they
+    cannot be expanded from one copy.
+    """
     own = (name == "v" and s["p"]) or (name in ("k", "v", "block_table") and s["hide"])
     return tuple(form for form in FORMS if form != "expanded") if own else None
 
 
 def largest_product(arguments):
-    """In the gradients of q, k and the bias: a row's products of v and the output's gradient, of
-    which softmax subtracts their mean. With one key nothing is left but their rounding. The bias's
-    are not scaled."""
+    """Return a bound on the products of v and the output's gradient.
+
+    Softmax's gradient subtracts the mean of a row of them; with one key only their rounding errors
+    remain. They reach the gradients of q, k and the bias, for the bias without the scale.
+    """
     q, k, v = (arguments[name].detach() for name in "qkv")
     if not (q.numel() and k.numel() and v.numel()):
         return 1.0
@@ -314,7 +320,7 @@ def largest_product(arguments):
 
 
 def dropped_weights(arguments, outputs):
-    """Which weights attention's dropout kept, for each sequence `[N, Sq, Sk]`."""
+    """Return the weights that attention's dropout kept: bool `[N, Sq, Sk]` per sequence."""
     if not arguments["dropout_p"]:
         return None
     layout, starts = arguments["layout"], arguments.get("cu_seqlens_q")

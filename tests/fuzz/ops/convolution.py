@@ -1,4 +1,4 @@
-"""The causal convolution."""
+"""The causal convolutions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def silu(y, activation):
 
 
 def convolved(rows, weight, bias, activation):
-    """`[W - 1 + T, D]` rows, of which the last T are tokens, as `[T, D]`."""
+    """Convolve rows `[W - 1 + T, D]`, of which the last T are tokens; return `[T, D]`."""
     width = weight.shape[1]
     tokens = rows.shape[0] - (width - 1)
     y = sum(rows[j : j + tokens] * weight[:, j] for j in range(width))
@@ -36,7 +36,7 @@ def convolved(rows, weight, bias, activation):
 
 
 def sequences_of(x, cu_seqlens):
-    """`[T, D]` of each sequence."""
+    """Return `[T, D]` of each sequence."""
     if cu_seqlens is None:
         return list(x)
     return [x[0, b:e] for b, e in spans(cu_seqlens, x.shape[1], "cu_seqlens")]
@@ -69,7 +69,8 @@ def causal_conv1d(
 def of_pool(
     x, weight, bias, residual, activation, cu_seqlens, pool, indices, has_initial_state, pad
 ):  # fmt: skip
-    """Each sequence begins with its slot's first W - 1 columns, and leaves its last rows there."""
+    """Convolve with a pool: a sequence reads its slot's first W - 1 columns and
+    writes them back."""
     history = weight.shape[1] - 1
     count = len(sequences_of(x, cu_seqlens))
     slot_of = list(range(count)) if indices is None else indices.tolist()
@@ -175,9 +176,9 @@ def conv_arguments(s, draw, channels):
     if s["state"] and s["hide"] and not s["final"]:
         state[..., 0] = NAN
     x = draw.normal(batch, tokens, channels, dtype=dtype)
-    if s["broken"] and x.numel():  # other sequences must not see it
+    if s["broken"] and x.numel():  # must not reach other sequences
         x[0, 0] = NAN
-    if s["hide"] and starts is not None:  # what is nobody's is not read
+    if s["hide"] and starts is not None:  # unowned rows are not read
         x[0, int(starts[-1]) :] = NAN
     return {
         "x": x,
@@ -277,7 +278,7 @@ def make_causal_conv1d_update(s, draw):
             if batch:
                 chosen[int(draw.integers(batch))] = -1
             arguments["intermediate_state_indices"] = chosen
-    if s["hide"] and indices is not None:  # what a skipped sequence holds
+    if s["hide"] and indices is not None:  # rows of a skipped sequence
         for name in ("num_accepted_tokens", "intermediate_state_indices"):
             if arguments.get(name) is not None:
                 arguments[name][indices == (s["pad"] or -1)] = 77

@@ -1,4 +1,4 @@
-"""The gated delta rule."""
+"""The gated delta rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from fuzz.target import (
 
 
 def delta_rule(state, q, k, v, beta, log_decay):
-    """One token: state `[HV, K, V]`, q and k `[HV, K]`, v `[HV, V]`, beta `[HV, 1 or V]`."""
+    """Advance one token: state `[HV, K, V]`, q and k `[HV, K]`, v `[HV, V]`, beta
+    `[HV, 1 or V]`."""
     state = state * torch.exp(log_decay)
     recalled = torch.einsum("hkv,hk->hv", state, k)
     state = state + torch.einsum("hk,hv->hkv", k, beta * (v - recalled))
@@ -36,7 +37,7 @@ def gated_delta_rule(
     use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
     state_v_first, cu_seqlens, chunk_size=None,
 ):  # fmt: skip
-    """chunk_size: also the state before each chunk."""
+    """With chunk_size, also return the state before each chunk."""
     (batch, length, heads, keys), (value_heads, values) = q.shape, v.shape[2:]
     if use_qk_l2norm_in_kernel:
         q, k = unit(q, 1e-6), unit(k, 1e-6)
@@ -234,7 +235,7 @@ def rule_arguments(s, draw):
     count = batch if starts is None else len(starts) - 1
     shape = (batch, tokens, value_heads)
     q, k = (draw.normal(batch, tokens, heads, s["keys"], dtype="float64") for _ in range(2))
-    if not s["norm"]:  # what models give to it: keys of length 1, or the state explodes
+    if not s["norm"]:  # models give keys of length 1; with longer ones the state explodes
         q, k = unit(q, 1e-6), unit(k, 1e-6)
     matrix = (s["values"], s["keys"]) if s["v_first"] else (s["keys"], s["values"])
     arguments = {
@@ -255,7 +256,7 @@ def rule_arguments(s, draw):
         ),
         "A_log": None, "dt_bias": None,
     }  # fmt: skip
-    if s["broken"] and arguments["v"].numel():  # other sequences must not see it
+    if s["broken"] and arguments["v"].numel():  # must not reach other sequences
         arguments["v"][0, 0] = NAN
     if s["gate"]:
         arguments["A_log"] = draw.normal(value_heads, dtype=wide) - 2
@@ -364,7 +365,7 @@ def make_rule_update(s, draw):
             if count and not s["accepted"]:
                 places[int(draw.integers(count))] = -1
             arguments["intermediate_state_indices"] = places
-    if s["hide"]:  # what a skipped sequence holds
+    if s["hide"]:  # rows of a skipped sequence
         skipped = (indices == -1).view(count, -1).all(1)
         for name in ("num_accepted_tokens", "intermediate_state_indices"):
             if name in arguments:
@@ -373,7 +374,7 @@ def make_rule_update(s, draw):
 
 
 def pool_forms(name, s):
-    """States lie apart, but each in one piece."""
+    """There may be gaps between states, but each state is dense."""
     return ("dense", "inside", "apart") if name in ("state", "intermediate_states") else None
 
 

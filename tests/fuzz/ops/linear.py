@@ -1,4 +1,4 @@
-"""Products with a matrix."""
+"""Products of rows with one matrix."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def make_gdn_gate(s, draw):
 
 
 def make_swiglu(s, draw):
-    """Gates that are wide open and shut, too."""
+    """With a large `size` the gates saturate."""
     shape, dtype, size = s["shape"], s["dtype"], s["size"]
     if s["in_one"]:
         return {"gate": draw.normal(*shape, 2 * s["dim"], dtype=dtype) * size}
@@ -121,7 +121,7 @@ def make_bias_dropout_add(s, draw):
     result = s["result"] and getattr(torch, s["result"])
     residual = draw.normal(*shape, dtype=dtype if s["inplace"] else s["residual"])
     x = draw.normal(*shape, dtype=dtype)
-    if s["p"]:  # what was dropped must show
+    if s["p"]:  # dropped elements must be recognisable
         x = x.abs() + 1
     bias_shape = {"no": None, "row": shape[-1:], "full": shape}[s["bias"]]
     bias = None if bias_shape is None else draw.uniform(0, 1, *bias_shape, dtype=dtype)
@@ -136,7 +136,7 @@ def make_bias_dropout_add(s, draw):
 
 
 def dropped_elements(arguments, outputs):
-    """Which elements a bias_dropout_add kept: those that are not the residual."""
+    """Return which elements bias_dropout_add kept: those that differ from the residual."""
     if not (arguments["training"] and arguments["p"]):
         return None
     residual = arguments["residual"]
@@ -145,13 +145,13 @@ def dropped_elements(arguments, outputs):
 
 
 def of_rms_norm(formula, add: bool):
-    """The target of either function."""
+    """Return the target of rms_norm, or of add_rms_norm."""
     settings = dict(
         shape=SHAPE, dim=(4, 1, 3, 8, 16, 40, 128), dtype=DTYPES, weight=DTYPES, eps=(1e-6, 1e-3),
         zero_centered=NO, add=(add,),
     )  # fmt: skip
     wrt = ("x", "residual", "weight") if add else ("x", "weight")
-    # The norm contains the rounding of the sum.
+    # add_rms_norm normalises the rounded sum.
     return Target(formula, settings, make_rms_norm, wrt, loose=add)
 
 

@@ -1,4 +1,4 @@
-"""Split, norm of q and k heads, rotation."""
+"""qk_norm_rope: split, norms of q and k heads, rotation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def qk_norm_rope(
     gated=False, mrope_section=None, section_layout=None, pair_layout="half", rotary_dim=None,
     copy_rest=True,
 ):  # fmt: skip
-    """Head by head."""
+    """Compute one head at a time."""
     width = rotary_dim or cos.shape[-1]
     if mrope_section is not None:
         cos, sin = (

@@ -1,4 +1,4 @@
-"""Rotary embedding, of one axis and of three."""
+"""Rotary embedding: plain, and multimodal with three axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuzz.target import DTYPES, INDEX, LENGTHS, NAN, NO, TOKENS, Target
 
 
 def rotated(x, cos, sin, pair_layout, inverse):
-    """x `[..., D]` by full-width cos, sin `[..., R]` in the order of the pairs."""
+    """Rotate x `[..., D]` by full-width cos and sin `[..., R]`, ordered as the pairs."""
     width = cos.shape[-1]
     part, rest = x[..., :width], x[..., width:]
     if pair_layout == "half":
@@ -22,7 +22,7 @@ def rotated(x, cos, sin, pair_layout, inverse):
 
 
 def full_width(table, width, pair_layout):
-    """A half-width table has the angle of both of a pair."""
+    """Expand a half-width table, which has one angle per pair."""
     if table.shape[-1] == width:
         return table
     return (
@@ -31,7 +31,7 @@ def full_width(table, width, pair_layout):
 
 
 def over_heads(table, layout):
-    """`[B, S, R]` to multiply a tensor of `layout`."""
+    """View a table `[B, S, R]` so that it broadcasts with a tensor of `layout`."""
     match layout:
         case "TND":
             return table[0, :, None]
@@ -43,7 +43,7 @@ def over_heads(table, layout):
 
 
 def rotate_both(q, k, cos, sin, layout, pair_layout, inverse, inplace):
-    """cos, sin: `[B or 1, S, R]`, a token's own."""
+    """Rotate q and k by each token's own cos and sin: `[B or 1, S, R]`."""
     cos, sin = (over_heads(table, layout) for table in (cos, sin))
     return [
         Out(None if x is None else rotated(x, cos, sin, pair_layout, inverse), name)
@@ -55,8 +55,10 @@ def rotate_both(q, k, cos, sin, layout, pair_layout, inverse, inplace):
 
 
 def of_sequences(q, k, rows):
-    """TND q and k with 0 in tokens that are nobody's, behind those that have `rows`; and these,
-    `[1, T]`, with any row for the others."""
+    """Return TND q and k with unowned tokens set to 0, and each token's table row as `[1, T]`.
+
+    rows: table rows of the tokens in sequences, which come first. Unowned tokens get row 0.
+    """
     inside = (torch.arange(len(q)) < len(rows))[:, None, None]
     q, k = (x if x is None else torch.where(inside, x, 0.0) for x in (q, k))
     return q, k, torch.tensor([rows + [0] * (len(q) - len(rows))]).long()
@@ -83,7 +85,7 @@ def apply_rotary_pos_emb(
         rows = rows if rows.dim() == 2 else rows[None]
         inside = bool(((rows >= 0) & (rows < len(cos))).all())
         need(inside, "position_ids")
-    if rows is not None:  # a table may have no rows, where all tokens are nobody's
+    if rows is not None:  # the table may be empty if no token has a row
         none = tables[0].new_zeros(1, tables[0].shape[-1])
         tables = [torch.cat([table, none])[rows] for table in tables]
     tables = [table if table.dim() == 3 else table[None] for table in tables]
@@ -123,7 +125,7 @@ def apply_rotary_pos_emb_freqs(
 
 
 def owner(sections, section_layout):
-    """Which of T, H and W owns each frequency."""
+    """Return the axis (0 to 2 for T, H, W) of each frequency."""
     t, h, w = sections
     if section_layout == "chunked":
         return [0] * t + [1] * h + [2] * w
@@ -135,7 +137,7 @@ def owner(sections, section_layout):
 
 
 def pick_axes(tables, sections, section_layout, pair_layout):
-    """`[3, B, S, W]` as `[B, S, W]`."""
+    """Return `[B, S, W]` from `[3, B, S, W]`: each frequency from its axis."""
     owners = torch.tensor(owner(sections, section_layout)).long()
     if tables.shape[-1] != len(owners):
         owners = full_width(owners, tables.shape[-1], pair_layout)
@@ -198,7 +200,7 @@ def heads_shape(s, heads, tokens=None):
 
 
 def make_heads(s, draw, tokens=None):
-    """q and k, in memory of their own, side by side in one memory, or over each other."""
+    """Return q and k: separate, side by side in one storage, or overlapping."""
     q = draw.normal(*heads_shape(s, s["heads"], tokens), dtype=s["dtype"])
     if s["k_heads"] is None:
         return {"q": q, "k": None}
@@ -218,7 +220,7 @@ def rotary_width(s):
 
 
 def make_table(s, draw, *shape):
-    """cos and sin `[..., W]`; an inverse needs equal angles for both of a pair."""
+    """Return cos and sin `[..., W]`; for an inverse both elements of a pair have one angle."""
     width = rotary_width(s)
     if s["half"]:
         return [draw.normal(*shape, width // 2, dtype=s["table"]) for _ in range(2)]
@@ -289,7 +291,7 @@ def make_freqs(s, draw):
 
 
 def sections(s, frequencies):
-    """T, H and W of the frequencies; interleaved, H and W may have a third at most."""
+    """Return how many frequencies T, H and W have; interleaved, H and W have at most a third."""
     h, w = frequencies // 3, frequencies // 4
     return [frequencies - h - w, h, w]
 

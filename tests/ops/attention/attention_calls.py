@@ -1,4 +1,4 @@
-"""What the tests of attention share."""
+"""Helpers for the tests of attention."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ DEVICES = pytest.mark.parametrize(
 
 
 def moved(inputs, device):
-    """`inputs` on a device, but for what belongs to the host."""
+    """Return `inputs` on a device, except the tensors that must stay on the host."""
     on_host = ("cu_seqlens_cpu", "seqlens_k_cpu")
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) and name not in on_host else value
@@ -33,7 +33,7 @@ def wanted(inputs, names=DIFFERENTIABLE):
 
 
 def run(inputs, wrt=(), implementation=None):
-    """Outputs and gradients; by one implementation, or by whatever takes it."""
+    """Return outputs and gradients, by one implementation or by the one that dispatch chooses."""
     torch.manual_seed(11)
     if implementation is None:
         return evaluate(npu_ops.attention, inputs, wrt)
@@ -42,7 +42,7 @@ def run(inputs, wrt=(), implementation=None):
 
 
 def runs(implementation, inputs, wrt):
-    """Whether an implementation takes a call forward and backward."""
+    """Whether an implementation takes this call, forward and backward."""
     with torch.set_grad_enabled(bool(wrt)):
         asking = {n: v.detach().requires_grad_() if n in wrt else v for n, v in inputs.items()}
         rows = npu_ops.explain("attention", **asking)
@@ -71,7 +71,7 @@ def seen(sees, lq, lk):
 
 
 def qkv(batch=2, queries=9, keys=None, heads=4, kv_heads=2, dim=16, seed=0):
-    """[B, S, N, D]."""
+    """Draw q `[B, Sq, N, D]`, k and v `[B, Sk, Nkv, D]`."""
     draw = torch.Generator().manual_seed(seed)
     keys = queries if keys is None else keys
     return (

@@ -1,4 +1,4 @@
-"""Attention: every implementation against the reference, torch's and models' own; any call."""
+"""Attention against the reference, torch and models, and random calls of any kind."""
 
 import inspect
 import itertools
@@ -46,7 +46,7 @@ from npu_ops.ops.attention.cases import CASES, TOLERANCES
 @parametrize_dtypes()
 @IMPLEMENTATIONS
 def test_against_reference(case, dtype, implementation, device):
-    """By the implementation, or where it says that it cannot, by the one that runs in its place."""
+    """If the implementation declines a case, the one that dispatch chooses runs instead."""
     inputs = case.inputs(dtype, device)
     wrt = wanted(inputs)
     wide = floats(case.inputs(dtype), torch.float64)
@@ -63,7 +63,7 @@ def test_against_reference(case, dtype, implementation, device):
 @pytest.mark.slow
 @parametrize_cases(CASES, large=True)
 def test_large_against_torch(case):
-    """Memory for all pairs is out of reach: a sequence at a time, by torch."""
+    """The reference would need memory for all pairs, so torch computes each sequence alone."""
     inputs = case.inputs(torch.bfloat16)
     actual = npu_ops.attention(**inputs)
     starts = inputs.get("cu_seqlens_q")
@@ -77,7 +77,8 @@ def test_large_against_torch(case):
 
 
 def rules():
-    """Every kind of mask: the call, and whether query i sees key j of lq and lk."""
+    """Yield each kind of mask: its name, its arguments, and whether query i of lq
+    sees key j of lk."""
     yield "none", {}, lambda i, j, lq, lk: True
     for causal, left, right in itertools.product((False, True), (-1, 0, 2), (-1, 0, 3)):
         for alignment in ("bottom_right", "top_left"):
@@ -105,9 +106,9 @@ EACH_RULE = pytest.mark.parametrize(
 @pytest.mark.parametrize("lengths", [(5, 5), (3, 7), (7, 3), (1, 6)], ids=str)
 @DEVICES
 def test_one_hot_values_reveal_the_softmax(call, sees, lengths, device):
-    """out[i, j] is the weight of key j for query i: a mask dropped, shifted or forced shows.
+    """With one-hot values out[i, j] is the weight of key j for query i, so a wrong mask shows.
 
-    Every weight that should be 0 is 0, and the others are torch's softmax of the same scores.
+    Every weight of a masked key is 0, and the others are torch's softmax of the same scores.
     """
     lq, lk = lengths
     draw = torch.Generator().manual_seed(0)
@@ -124,7 +125,7 @@ def test_one_hot_values_reveal_the_softmax(call, sees, lengths, device):
 @EACH_RULE
 @DEVICES
 def test_packed_is_each_sequence_by_itself(call, sees, device):
-    """Also sequences without queries or without keys."""
+    """Some sequences have no queries or no keys."""
     lengths = [(3, 3), (0, 2), (4, 6), (2, 0), (5, 1), (1, 1), (1, 1)]
     starts = [list(itertools.accumulate(n, initial=0)) for n in zip(*lengths, strict=True)]
     draw = torch.Generator().manual_seed(0)
@@ -160,7 +161,7 @@ def test_dense_mask_of_a_single_row(length, device):
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("queries", [1, 4, 16])
 def test_paged_as_servers_call_it(queries, packed, block_size, device):
-    """Decode and verification, as SGLang and vLLM do on Ascend, against torch on dense keys."""
+    """Decode and verification as SGLang and vLLM call them, against torch on the dense keys."""
     draw = torch.Generator().manual_seed(0)
     lengths = [queries + n for n in (70, 0, 131)]
     width = -(-max(lengths) // block_size)
@@ -174,7 +175,7 @@ def test_paged_as_servers_call_it(queries, packed, block_size, device):
         starts = torch.arange(4) * queries
         inputs |= {"q": q.flatten(0, 1), "layout": "TND", "cu_seqlens_q": starts}
         inputs |= {"cu_seqlens_cpu": starts, "max_seqlen_q": queries}
-    for b, length in enumerate(lengths):  # what lies behind the end must not be read
+    for b, length in enumerate(lengths):  # rows past the end are NaN: they must not be read
         unused = table[b, -(-length // block_size) :]
         table[b, -(-length // block_size) :] = torch.full_like(unused, 2**30)
     out = npu_ops.attention(**moved(inputs, device), seqlens_k_cpu=lengths).cpu()
@@ -195,7 +196,7 @@ def test_paged_as_servers_call_it(queries, packed, block_size, device):
 @pytest.mark.parametrize("causal", [False, True])
 @DEVICES
 def test_torch_and_its_gradients(causal, device):
-    """torch's own causal mask starts at the top left."""
+    """torch's own causal mask is aligned to the top left."""
     leaves = [x.requires_grad_() for x in qkv(keys=12)]
     expected = F.scaled_dot_product_attention(
         *heads_first(*leaves), is_causal=causal, enable_gqa=True
@@ -233,7 +234,7 @@ def test_transformers_gpt_oss():
 
 
 def test_transformers_gemma2():
-    """A soft cap, before the mask."""
+    """The soft cap applies before the mask."""
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     module = types.SimpleNamespace(num_key_value_groups=2, training=False)
@@ -304,21 +305,21 @@ for kind in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary):
 
 
 def test_megatron_dot_product_attention():
-    """In a process of its own: Megatron wants one to be a rank."""
+    """Runs in a process of its own, because Megatron needs an initialised process group."""
     folder = where.ROOT / ".cache" / "megatron" / "0.16.1"
     code = f"import sys\nsys.path[:0] = [{str(where.ROOT)!r}, {str(folder)!r}]\n{MEGATRON}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["causal", "no_mask", "arbitrary"], done.stderr
 
 
-# A property: every drawn call is computed, or rejected with a sentence.
+# Random calls: each is computed correctly, or rejected with a message.
 
 
 ARGUMENTS = inspect.signature(npu_ops.attention).parameters
 
 
 def random_call(draw: random.Random) -> dict:
-    """Arguments of a call that may make no sense."""
+    """Draw the arguments of a call, which may be invalid."""
     some = lambda *choices: draw.choice(choices)  # noqa: E731
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     dtype = some(torch.float32, torch.float32, torch.bfloat16, torch.float16)
@@ -381,7 +382,7 @@ def random_call(draw: random.Random) -> dict:
 @DEVICES
 @pytest.mark.parametrize("count", [2000, pytest.param(20000, marks=pytest.mark.slow)])
 def test_any_call_is_right_or_refused(device, count):
-    """Forward, and half of them backward."""
+    """Half of the calls run backward too."""
     ran, refused, chosen = 0, 0, set()
     step = 1 if device == "cpu" else 50
     for seed in range(0, count, step):
@@ -404,7 +405,8 @@ def test_any_call_is_right_or_refused(device, count):
                 expected = evaluate(npu_ops.attention, wide, wrt)
         ran += 1
         assert actual.keys() == expected.keys(), seed
-        for name, value in actual.items():  # gradients that are 0 but for rounding: no ratios
+        # gradients may be 0 up to rounding, so no relative error
+        for name, value in actual.items():
             error = (value.cpu() - expected[name]).nan_to_num().abs() / (1 + expected[name].abs())
             missing = (value.cpu() == -torch.inf) != (expected[name] == -torch.inf)
             assert not value.isnan().any() and not missing.any(), f"seed {seed}: {name}"
@@ -417,7 +419,7 @@ def test_any_call_is_right_or_refused(device, count):
 
 @pytest.mark.parametrize("layout", ["BSH", "SBH"])
 def test_heads_in_one_dimension(layout):
-    """As heads in a dimension of their own, gradients too."""
+    """Outputs and gradients equal those of the layout with a dimension for heads."""
     draw = torch.Generator().manual_seed(0)
     given = {
         n: torch.randn(2, 5, heads, 8, generator=draw)

@@ -1,4 +1,5 @@
-"""NPU_OPS_CONSISTENT: a query has the same bits in training, in a prompt, decoded and verified."""
+"""NPU_OPS_CONSISTENT: a query's output has the same bits in training, prefill,
+decode and verify."""
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def consistent():
 
 
 class Sequences:
-    """Queries, keys and values of four sequences, packed; and a cache that has the keys."""
+    """Packed q, k and v of four sequences, and paged caches with their keys and values."""
 
     def __init__(self, dim, dtype, device):
         draw = torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ class Sequences:
         return out.cpu()
 
     def cache(self, size):
-        """Keys and values in blocks of `size`, in no order; each sequence's row of the table."""
+        """Return k and v in shuffled blocks of `size` rows, and the block table."""
         across = -(-max(LENGTHS) // size)
         draw = torch.Generator().manual_seed(1)
         table = torch.randperm(len(LENGTHS) * across, generator=draw).view(-1, across).int()
@@ -62,7 +63,10 @@ class Sequences:
         return *caches, table.to(self.device)
 
     def served(self, size, seen, count=1):
-        """The last `count` queries of sequences of which `seen` keys are there, [n, count, ..]."""
+        """Decode the last `count` queries of some sequences: `[n, count, heads, dim]`.
+
+        seen: for each sequence, how many of its keys are in the cache.
+        """
         *caches, table = self.cache(size)
         q = torch.stack([self.own(self.q, n)[end - count : end] for n, end in seen.items()])
         out = npu_ops.attention(
@@ -80,7 +84,7 @@ class Sequences:
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("size", [64, 128])
 def test_decoding_is_training(implementation, device, dtype, dim, size):
-    """Whatever is decoded beside it, and however long the other sequences are."""
+    """The other sequences of the decoded batch, and their lengths, change no bit."""
     sequences = Sequences(dim, dtype, device)
     with torch.no_grad(), forced(implementation, "attention"):
         trained = sequences.trained()
@@ -114,7 +118,7 @@ def test_on_a_cpu_blocks_have_any_size(size):
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
 def test_a_query_with_a_mask_has_the_same_bits_alone(implementation, device, dtype):
-    """The mask of sparse attention: a causal one, of which some keys are not chosen."""
+    """The mask is that of sparse attention: causal, with only some of the keys chosen."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, 150, n, 64, generator=draw, dtype=torch.float32).to(dtype).to(device)
@@ -140,7 +144,7 @@ def test_a_query_with_a_mask_has_the_same_bits_alone(implementation, device, dty
 
 
 def test_queries_that_see_nothing_and_gradients():
-    """More queries than keys: the first see none."""
+    """There are more queries than keys, so the first queries see no key."""
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(1, 9, 4, 64, generator=draw, dtype=torch.float32, requires_grad=True)
     k, v = torch.randn(2, 1, 5, 2, 64, generator=draw, dtype=torch.float32)

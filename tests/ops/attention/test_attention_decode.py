@@ -1,4 +1,4 @@
-"""Attention of one query a sequence on the CPU: any cache, in any place in memory."""
+"""Decode attention on the CPU: one query per sequence, any cache layout and strides."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ HEADS = some.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1), (16, 2)])
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How many steps the native code is asked for."""
+    """Records each call of the native decode kernel."""
     calls, native = [], decode.forward
 
     def watched(*args):
@@ -30,7 +30,7 @@ def asked(monkeypatch):
 
 
 def step(lengths, heads, key_heads, dim, value_dim, block, dtype, heads_first=False):
-    """Blocks in no order, of which one is nobody's; what no sequence has is NaN."""
+    """Return a paged decode call: blocks in random order, one block unused, unowned rows NaN."""
     draw = torch.Generator().manual_seed(sum(lengths) + dim)
     table, seqlens = make_table(lengths, block, draw)
     blocks = int(table.max()) + 2
@@ -87,7 +87,7 @@ def test_any_paged_cache(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_padded_cache(dtype, asked):
-    """Without a table a sequence's keys are its own rows, here a slice of longer ones."""
+    """Without a block table each sequence has its own rows of k and v, here a strided slice."""
     q, long = torch.randn(3, 1, 8, 64).to(dtype), torch.randn(2, 3, 90, 2, 80).to(dtype)
     k, v = long[..., :64]
     assert_right({"q": q, "k": k, "v": v, "seqlens_k": torch.tensor([90, 0, 33])}, dtype)
@@ -115,7 +115,7 @@ def test_what_it_does_not_know_goes_elsewhere(other, asked):
     [("seqlens_k", 33), ("seqlens_k", -1), ("block_table", 5), ("block_table", -1)],
 )
 def test_native_code_checks_what_it_follows(name, value):
-    """Called by itself: nothing is written where an index is wrong."""
+    """Called directly with a bad index, the native operator raises before it writes."""
     inputs = step([20, 32], 4, 2, 16, 16, 16, torch.float32)
     q, k, v = (inputs[x].transpose(1, 2) for x in "qkv")
     table, seqlens = inputs["block_table"], inputs["seqlens_k"]

@@ -1,4 +1,4 @@
-"""Attention on the CPU by torch's flash attention, which long sequences have, of short ones."""
+"""Attention on the CPU by torch's flash attention, forced here for short sequences too."""
 
 import pytest
 import test_attention
@@ -49,7 +49,7 @@ def test_scores_that_are_all_nan_are_not_no_keys(asked, keys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_that_share_keys_are_queries_of_one_head(dtype, monkeypatch):
-    """So a decoding step reads each key once, not once for each head."""
+    """Then a decoding step reads each key once, not once per query head."""
     draw, flash, asked = torch.Generator().manual_seed(0), cpu._flash, []
     q, k, v = (
         torch.randn(3, n, h, 16, generator=draw).to(dtype) for n, h in ((1, 8), (40, 2), (40, 2))
@@ -69,7 +69,7 @@ def test_heads_that_share_keys_are_queries_of_one_head(dtype, monkeypatch):
 
 @pytest.mark.parametrize("has", [True, False])
 def test_bf16_is_widened_where_torch_has_no_products_of_it(has, monkeypatch):
-    """Of the backward alone: the forward multiplies in fp32."""
+    """Only the backward widens to fp32: the forward multiplies in fp32 anyway."""
     monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: has)
     q = torch.ones(1, 1, 600, 8, dtype=torch.bfloat16)
     assert cpu._as_fast(q, backward=True)[0].dtype == (torch.bfloat16 if has else torch.float32)

@@ -1,4 +1,4 @@
-"""Attention: dropout, as a torch operator, and what of its inputs does not matter."""
+"""Attention: dropout, torch operator rules, and inputs that must not affect outputs."""
 
 import contextlib
 import itertools
@@ -50,7 +50,8 @@ def test_dropout_keeps_the_mean():
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [1e-6, 0.9999, 0.99999])
 def test_dropout_scales_by_what_is_drawn(p, implementation, device):
-    """p is rounded to steps of 2^-16; an expectation that is not is off by a third at 0.99999."""
+    """The scale uses p rounded to steps of 2^-16; the exact p would be off by a
+    third at 0.99999."""
     n = 512
     q, v = torch.zeros(1, n, 1, 16, device=device), torch.ones(1, n, 1, 16, device=device)
     state = torch.tensor([3, 4])
@@ -70,7 +71,7 @@ def test_dropout_scales_by_what_is_drawn(p, implementation, device):
 
 
 def test_dropout_is_the_reference_s_mask():
-    """A query of zeros weighs all keys the same, and one-hot values show which are kept."""
+    """A query of zeros weighs all keys equally, so one-hot values show which keys are kept."""
     n, p = 200, 0.4
     q, v = torch.zeros(1, n, 1, n), torch.eye(n)[None, :, None]
     generator = torch.Generator().manual_seed(5)
@@ -82,7 +83,7 @@ def test_dropout_is_the_reference_s_mask():
 
 
 def test_keep_mask_uses_every_draw_once():
-    """128 columns share 16 Philox calls: each 16-bit half of each word decides one of them."""
+    """A tile of 128 columns uses 16 Philox calls: each 16-bit half of a word decides one column."""
     state = torch.tensor([(3 << 40) + 5, (7 << 33) + 1])
     keep = reference.keep_mask(torch.tensor([9]), 256, 0.5, state)[0]
     for tile, call in itertools.product(range(2), range(16)):
@@ -141,7 +142,7 @@ def test_opcheck(name):
 
 @pytest.mark.parametrize("name", ["causal-64", "packed-causal", "sinks", "mask", "paged-decode"])
 def test_compile(name):
-    """One graph, eager's results."""
+    """Compiled to one graph, outputs and gradients are those of eager mode."""
     case = next(case for case in CASES if case.name == name)
     inputs = case.inputs(torch.float32)
 
@@ -190,7 +191,7 @@ def test_autocast_converts_as_torch_does():
 
 @pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBND"])
 def test_a_fused_projection_is_read_in_place(layout):
-    """Slices of [.., 3, N, D]: strides, not copies; the output is contiguous in its layout."""
+    """Slices of [.., 3, N, D] are read by their strides; the output is contiguous in its layout."""
     fused = torch.randn(2, 9, 3, 4, 16)
     q, k, v = fused.unbind(2)
     order = {"BSND": (0, 1, 2, 3), "BNSD": (0, 2, 1, 3), "SBND": (1, 0, 2, 3)}[layout]
@@ -201,7 +202,7 @@ def test_a_fused_projection_is_read_in_place(layout):
 
 
 def test_gradient_of_the_log_sum_exp():
-    """Merging two halves of the keys by their lse gives the whole, and its gradients."""
+    """Two halves of the keys, merged by their lse, give the output and gradients of the whole."""
     q, k, v = (x.requires_grad_() for x in qkv(queries=5, keys=8))
     whole = npu_ops.attention(q, k, v)
     parts = [npu_ops.attention(q, k[:, s], v[:, s], return_lse=True)
@@ -216,7 +217,7 @@ def test_gradient_of_the_log_sum_exp():
 
 @IMPLEMENTATIONS
 def test_gradient_of_sinks_where_there_are_no_keys(implementation, device):
-    """There lse is the sink."""
+    """Without keys, lse is the sink."""
     for keys in (0, 3):
         q, k = torch.randn(2, 5, 4, 16), torch.randn(2, keys, 4, 16)
         lengths = {"seqlens_k": torch.zeros(2, dtype=torch.int64, device=device)} if keys else {}
@@ -251,7 +252,7 @@ STARTS = {"layout": "TND", "cu_seqlens_q": torch.tensor([0, 17, 40])}
 BLOCKS = {"block_table": torch.tensor([[3, 0, 2]], dtype=torch.int32)}
 
 
-# All implementations, also the vendor's operators, which multiply dropped weights by 0.
+# EVERY includes the vendor's operators, which compute a dropped weight's value times 0.
 EVERY = implementations(op.forward.table)
 OURS = pytest.mark.parametrize(
     "implementation, device", [p for p in EVERY if p.values[0] in ("cpu", "reference")]
@@ -261,7 +262,7 @@ KERNELS = pytest.mark.parametrize(
 )
 
 
-# The arguments of a mask, and which key takes part for which query.
+# Arguments of each mask, and which key (column) each query (row) sees.
 MASKS = {
     "causal": ({"is_causal": True}, CAUSAL),
     "causal, top left": ({"is_causal": True, "causal_alignment": "top_left"}, CAUSAL),
@@ -284,7 +285,10 @@ MASKS = {
 
 
 def with_broken(asked, what, place, value, device, implementation):
-    """Output and gradients by name, tokens first, with `value` in a row of one of the inputs."""
+    """Return output and gradients by name, tokens first.
+
+    what, place: the input, and its row, whose element 3 in each head is set to `value`.
+    """
     torch.manual_seed(0)
     given = {x: torch.randn(TOKENS, 4 if x in ("q", "dout") else 2, 16) for x in ("q", "k", "v")}
     given["dout"] = torch.randn(TOKENS, 4, 16)
@@ -292,7 +296,7 @@ def with_broken(asked, what, place, value, device, implementation):
         given[what][place, :, 3] = value
     paged, packed = "block_table" in asked, asked.get("layout") == "TND"
     leaves = {name: x.to(device) for name, x in given.items()}
-    if paged:  # 16 rows a block
+    if paged:  # 16 rows per block
         for name in "kv":
             cache = torch.full((4, 16, 2, 16), float("nan"), device=device)
             rows = F.pad(leaves[name], (0, 0, 0, 0, 0, 8), value=torch.nan)
@@ -302,7 +306,7 @@ def with_broken(asked, what, place, value, device, implementation):
     whole = {n: packed or (paged and n != "q") for n in leaves}
     calls = {n: (x if whole[n] else x[None]).requires_grad_(not paged) for n, x in leaves.items()}
     with forced(implementation, *OPS):
-        torch.manual_seed(1)  # dropout
+        torch.manual_seed(1)  # seeds dropout
         out = npu_ops.attention(**calls, **moved(asked, device))
         found = {"out": out}
         if not paged:
@@ -315,8 +319,10 @@ def with_broken(asked, what, place, value, device, implementation):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_takes_no_part_does_not_matter(mask, value, implementation, device):
-    """What is not finite in a row of k, v, q or dout reaches what it takes part in, and that alone:
-    outputs and gradients of queries that see the key; gradients of keys that these see."""
+    """A NaN or infinity in one row of k, v, q or dout reaches only what depends on that row.
+
+    These are outputs and gradients of queries that see the key, and gradients of the keys they see.
+    """
     asked, part = MASKS[mask]
     expected = with_broken(asked, None, 0, value, device, implementation)
     paged = "block_table" in asked
@@ -341,7 +347,7 @@ def test_what_takes_no_part_does_not_matter(mask, value, implementation, device)
 @KERNELS
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias"])
 def test_nan_in_a_key_is_in_the_outputs_of_queries_that_see_it(mask, implementation, device):
-    """And in those alone. A NaN and a bias of -inf are a NaN; of values see the docstring."""
+    """It is in no other output. See the docstring of `npu_ops.attention` for NaN in values."""
     asked, part = MASKS[mask]
     expected = with_broken(asked, None, 0, torch.nan, device, implementation)["out"]
     for place in (20, 35):
@@ -355,7 +361,7 @@ def test_nan_in_a_key_is_in_the_outputs_of_queries_that_see_it(mask, implementat
 @pytest.mark.parametrize("keys", [1, 3, 15, 40])
 @pytest.mark.parametrize("asked", [{}, {"is_causal": True}, {"window": (1, 1)}], ids=str)
 def test_scores_that_are_all_nan_are_not_no_keys(asked, keys, implementation, device):
-    """torch's flash attention gives 0 for such a row of less than 16 keys."""
+    """For such a row with fewer than 16 keys torch's flash attention returns 0."""
     q, k, v = (torch.randn(1, n, 2, 16, device=device) for n in (3, keys, keys))
     q[:, 1] = torch.nan
     with forced(implementation, *OPS):

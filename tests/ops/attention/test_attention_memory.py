@@ -1,4 +1,4 @@
-"""Attention: the memory that it takes, and windows over several blocks."""
+"""Memory use of attention, and windows that span several blocks."""
 
 import gc
 
@@ -31,7 +31,7 @@ def allocated(tokens, **more):
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 900), (900, 300)], ids=str)
 @pytest.mark.parametrize("top_left", [False, True])
 def test_windows_over_several_blocks(lengths, top_left):
-    """The CPU takes some queries at a time; their keys overlap."""
+    """The CPU kernel takes a block of queries at a time; the keys of two blocks overlap."""
     inputs = dict(zip("qkv", qkv(1, *lengths, dim=8), strict=True))
     inputs |= {"window": (100, 30), "causal_alignment": "top_left" if top_left else "bottom_right"}
     expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
@@ -39,6 +39,6 @@ def test_windows_over_several_blocks(lengths, top_left):
 
 
 def test_packed_memory_is_linear_in_tokens():
-    """Twice the tokens, twice the memory; all pairs would be four times. By one kernel each."""
+    """Memory for all pairs would grow fourfold. Each pair of sizes uses the same CPU kernel."""
     for tokens in (short.LONGEST_SEEN // 2, 2 * short.LONGEST_SEEN):
         assert allocated(2 * tokens) < 2.2 * allocated(tokens)

@@ -1,4 +1,4 @@
-"""Which operator of an NPU computes a call of attention, and the vendor's on the emulated NPU."""
+"""Attention's plan, i.e. which NPU operator computes a call, and each vendor operator's results."""
 
 import json
 import random
@@ -21,7 +21,7 @@ from npu_ops.ops.attention import limits, op, routing
 from npu_ops.ops.attention.cases import CASES
 from npu_ops.ops.attention.table import OPERATORS
 
-# The plan: the operator of the vendor for a call, and its arguments
+# The plan: which vendor operator computes a call, with which arguments
 
 
 VISION = {"layout": "TND", "keys": "packed", "heads": 16, "head_dim": 72, "same_lengths": True}
@@ -181,7 +181,8 @@ def random_spec(draw: random.Random) -> AttentionSpec:
 
 
 def test_any_spec_has_a_plan_or_a_sentence():
-    """2000 of them: one operator, told consistently, and a reason for each that comes before."""
+    """Each of 2000 random specs gets one consistent plan, with a reason per
+    operator passed over."""
     planned = 0
     for seed in range(2000):
         spec = random_spec(random.Random(seed))
@@ -196,7 +197,8 @@ def test_any_spec_has_a_plan_or_a_sentence():
         assert [name for name, _ in plan.refused] == before[: before.index(plan.operator)]
         assert all(why and not why.endswith(".") for _, why in plan.refused)
         assert str(plan).count("Not ") == len(plan.refused)
-        if plan.runs == "aclnn":  # without a tensor a sparse mode is ignored: never one alone
+        # aclnn ignores a sparse mode without a mask tensor, so they come together
+        if plan.runs == "aclnn":
             assert (plan.sparse_mode == 0) == (plan.mask == "none") == (plan.mask_kind == "none")
     assert planned > 600
 
@@ -218,7 +220,7 @@ print(plan_attention(AttentionSpec(is_causal=True)).operator, "torch" in sys.mod
 
 
 def test_a_call_is_planned_for_the_chip_it_is_on():
-    """A cache's blocks of 16 keys are too small for the compiler of one of them."""
+    """Cache blocks of 16 keys are too small for the compiler of the Ascend 950."""
     q, cache = torch.zeros(1, 1, 2, 64), torch.zeros(4, 16, 2, 64)
     call = {"seqlens_k": torch.tensor([20]), "block_table": torch.tensor([[0, 1]]).int()}
     for soc, why_not in (
@@ -242,7 +244,7 @@ def test_the_table_and_the_op_name_the_same_implementations():
 
 @DEVICES
 def test_explain_says_what_the_plan_says(device):
-    """A call on this device, explained: the vendor's operators and what they lack."""
+    """On any device, `explain` lists the vendor's operators and why each cannot run the call."""
     q, k, v = (x.to(device) for x in qkv())
     rows = npu_ops.explain("attention", q, k, v, softcap=3.0)
     first = rows[0]
@@ -251,11 +253,11 @@ def test_explain_says_what_the_plan_says(device):
     assert said in first.why_not
 
 
-# Each operator of the vendor, run on the emulated NPU
+# Each vendor operator, run where there is an NPU or an emulated one
 
 
 def only(monkeypatch, name):
-    """As with a torch_npu that has one attention operator."""
+    """Pretend that torch_npu has only this attention operator."""
     monkeypatch.setattr(routing, "_operators", lambda: (name,))
 
 
@@ -278,7 +280,7 @@ if "npu" in devices():
     )
     @pytest.mark.parametrize("device", ["npu"])
     def test_each_vendor_operator(name, case_name, device, monkeypatch):
-        """Told what the plan says, with gradients where it has them; its rules are enforced."""
+        """The operator runs with the plan's arguments, and with gradients if it has a backward."""
         only(monkeypatch, name)
         case = next(case for case in CASES if case.name == case_name)
         inputs = case.inputs(torch.bfloat16, device)

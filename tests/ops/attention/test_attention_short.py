@@ -1,4 +1,4 @@
-"""Attention of short sequences on the CPU: any shape, in any place in memory."""
+"""Attention of short sequences on the CPU: any shape and strides."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DIMS = some.sampled_from([1, 7, 16, 24, 72, 80])
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the native code is asked for."""
+    """Records each call of the native kernel: "forward" or "backward"."""
     calls = []
     for name in ("forward", "backward"):
         native = getattr(short, name)
@@ -31,7 +31,7 @@ def asked(monkeypatch):
 
 
 def leaves(batch, queries, keys, heads, key_heads, dim, value_dim, dtype, apart):
-    """q, k and v as a projection of all three gives them where `apart`."""
+    """Draw q, k and v; `apart` makes them slices with NaN between the rows."""
     draw = torch.Generator().manual_seed(queries * keys)
     shapes = (queries, heads, dim), (keys, key_heads, dim), (keys, key_heads, value_dim)
     made = [torch.randn(batch, *shape, generator=draw).to(dtype) for shape in shapes]
@@ -54,9 +54,9 @@ def test_any_shape(
     with threads(2):
         actual = run(inputs, ("q", "k", "v"), "cpu")
     expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
-    for name, value in expected.items():  # a gradient may be 0, so errors are not relative to it
+    for name, value in expected.items():  # a gradient may be 0, so no relative error alone
         most = 4 * TOLERANCES[dtype].max_abs
-        terms = queries * heads[0] if name == "gradient of k" else 1  # of which that is a sum
+        terms = queries * heads[0] if name == "gradient of k" else 1  # summed in a gradient of k
         torch.testing.assert_close(
             actual[name].double(), value.double(), atol=most * terms**0.5, rtol=most
         )
@@ -71,7 +71,7 @@ def test_any_shape(
 def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
     queries, keys, dim, alignment, broken, place, value
 ):
-    """In outputs and gradients, as in `test_what_takes_no_part_does_not_matter`."""
+    """Holds for outputs and gradients, as in `test_what_takes_no_part_does_not_matter`."""
     inputs = leaves(1, queries, keys, 4, 2, dim, dim, torch.float32, False)
     inputs["dout"] = torch.ones_like(inputs["q"])
     of_keys = broken in "kv"
@@ -99,7 +99,7 @@ def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
 
 @pytest.mark.parametrize("length", [short.LONGEST, short.LONGEST + 1])
 def test_as_long_as_it_is_made_for(length, asked):
-    """Where it ends, the next takes over, and both are right."""
+    """One token past its longest length another kernel runs, and both results are right."""
     inputs = leaves(1, length, length, 2, 1, 16, 16, torch.float32, False) | {"is_causal": True}
     actual = run(inputs, ("q", "k", "v"), "cpu")
     assert asked == (["forward", "backward"] if length == short.LONGEST else [])
@@ -108,7 +108,7 @@ def test_as_long_as_it_is_made_for(length, asked):
 
 
 def test_each_packed_sequence_by_its_length(asked):
-    """A long one beside short ones does not make them slow."""
+    """A long sequence in the batch does not keep short ones from the fast kernel."""
     starts = torch.tensor([0, 40, 40 + short.LONGEST + 8, 48 + short.LONGEST + 40])
     q, k, v = (
         x[0] for x in leaves(1, int(starts[-1]), 1, 2, 1, 16, 16, torch.float32, False).values()
@@ -126,7 +126,8 @@ def test_each_packed_sequence_by_its_length(asked):
 
 
 def test_gradients_that_lie_otherwise(asked):
-    """A gradient is laid out as what it is of; native code writes rows alone."""
+    """Gradients have the strides of their inputs, but the native backward writes
+    only dense rows."""
     inputs = leaves(1, 9, 9, 2, 2, 16, 16, torch.float32, False)
     inputs = {name: x.transpose(1, 3).contiguous().transpose(1, 3) for name, x in inputs.items()}
     actual = run(inputs, ("q", "k", "v"), "cpu")

@@ -1,4 +1,4 @@
-"""chunk_gated_delta_rule by torch_npu's operator: as the reference over all cases it takes."""
+"""chunk_gated_delta_rule by torch_npu's operator: equal to the reference on all cases it takes."""
 
 import itertools
 
@@ -18,14 +18,14 @@ STATELESS = {"initial_state": None, "output_final_state": False}
 
 
 def declined(case, monkeypatch, dtype=torch.bfloat16, **changes):
-    """What the vendor's operator has against a case on an NPU with torch_npu."""
+    """Return why the vendor's operator declines a case on an NPU with torch_npu, or None."""
     given = case.inputs(dtype) | changes
     return declined_by_vendor(aclnn, OP, cases.function(OP, case), given, monkeypatch)
 
 
 @on_npu
 def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
-    """Without their states, and with norms too."""
+    """The calls neither take nor return a state, and run with and without the L2 norms."""
     taken = [case for case in CASES if declined(case, monkeypatch, **STATELESS) is None]
     assert len(taken) > 5
     for case, norms in itertools.product(taken, (False, True)):
@@ -40,7 +40,7 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
 
 
 def test_what_it_declines(monkeypatch):
-    """By what a case has; everything else it takes."""
+    """The reason follows from the case; the operator takes every other case."""
     for case in CASES:
         why_not = declined(case, monkeypatch)
         if case.chunk == 1:

@@ -1,4 +1,5 @@
-"""The chunked gated delta rule: against the recurrence, others' formulas and what it must be."""
+"""The chunked gated delta rule against the recurrence, other implementations and its own
+properties."""
 
 import functools
 import logging
@@ -32,7 +33,7 @@ IMPLEMENTATIONS = every_implementation(op.forward)
 
 
 def compare(inputs, implementation, device):
-    """With the recurrence in fp64, all as close as the inputs' dtype lets it be."""
+    """Compare with the recurrence in fp64, all tensors to the tolerance of the inputs' dtype."""
     expected = run("reference", floats(inputs, torch.float64))
     actual = run(implementation, on_device(inputs, device))
     tolerance = TOLERANCES[inputs["q"].dtype]
@@ -58,7 +59,7 @@ def test_large_against_transformers(case):
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
 @pytest.mark.parametrize("tokens", [1, 16, 31, 130])
 def test_a_chunk_changes_nothing(chunk_size, tokens):
-    """The recurrence says the same, by its own kernels."""
+    """Any chunk size gives the result of the recurrence, which has its own kernels."""
     inputs = qkv(2, tokens, 2, 4, correlated=True) | {"chunk_size": chunk_size}
     names = (*BY_TOKEN, "initial_state")
     actual = evaluate(delta_rule, inputs, names)
@@ -71,7 +72,7 @@ def test_a_chunk_changes_nothing(chunk_size, tokens):
 
 
 def gates(kind, like):
-    """Decays: one for all, or by `mixed`, of which a tenth forget everything."""
+    """Return log decays: all equal to `kind`, or "mixed", where a tenth erase the state."""
     if kind != "mixed":
         return torch.full_like(like, kind)
     forget = torch.rand(like.shape, generator=torch.Generator().manual_seed(1)) < 0.1
@@ -82,7 +83,7 @@ def gates(kind, like):
 @pytest.mark.parametrize("gate", [0.0, -1e-4, -1.0, "mixed"])
 @pytest.mark.parametrize("correlated", [False, True])
 def test_keys_and_gates(correlated, gate, implementation, device):
-    """Of positive keys, each token undoes much of what the others wrote."""
+    """With positive keys each token overwrites much of what earlier tokens wrote."""
     inputs = qkv(1, 100, correlated=correlated)
     inputs["g"] = gates(gate, inputs["g"])
     compare(inputs, implementation, device)
@@ -108,7 +109,7 @@ def test_sixteen_thousand_tokens(gate, dtype):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("gate", [-0.35, -40.0])
 def test_gradients_of_gates_do_not_drown(gate, implementation, device):
-    """They are small differences of what queries and keys get: as rounded there as here."""
+    """They are small differences of large terms; rounding must not dominate them."""
     inputs = qkv(1, 100, correlated=True, dtype=torch.bfloat16) | {"chunk_size": 64}
     inputs["g"] = torch.full_like(inputs["g"], gate)
     expected = run("reference", floats(inputs, torch.float64))["gradient of g"]
@@ -120,7 +121,7 @@ def test_gradients_of_gates_do_not_drown(gate, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
 def test_a_state_beyond_half(dtype, implementation, device):
-    """The state is fp32: it holds what fp16 cannot, and o is finite where it can be."""
+    """The state is fp32, so it holds values that fp16 cannot; with a small scale o stays finite."""
     inputs = qkv(dtype=dtype) | {"scale": 1e-4}
     inputs["initial_state"] = inputs["initial_state"] * 1e6
     inputs["g"] = inputs["g"] / 100
@@ -137,7 +138,7 @@ def test_a_state_beyond_half(dtype, implementation, device):
 
 
 def not_normalized(dtype, tokens=100):
-    """q and k are as a projection leaves them: norms from 0.1 to 20."""
+    """q and k as a projection leaves them, with norms from 0.1 to 20."""
     inputs = qkv(1, tokens, dtype=dtype)
     lengths = torch.logspace(-1, 1.3, tokens, dtype=torch.float32)[:, None, None]
     inputs |= {"q": inputs["q"] * lengths, "k": inputs["k"] * lengths.flip(0)}
@@ -146,7 +147,7 @@ def not_normalized(dtype, tokens=100):
 
 
 def normalize_first(q, k, use_qk_l2norm_in_kernel, **rest):
-    """The formula: in fp64, norms are not rounded."""
+    """The formula: normalise q and k before the rule; fp64 loses nothing by that."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     return delta_rule(q, k, **rest)
 
@@ -169,14 +170,15 @@ def test_norms(dtype, implementation, device, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
 def test_what_is_normalized_is_not_rounded(dtype):
-    """On the CPU nothing is, but what comes out: what is fp32 is as exact as of fp32 inputs."""
+    """On the CPU only outputs are rounded: fp32 outputs are as exact as with fp32 inputs."""
     inputs = not_normalized(dtype)
     rounding = Tolerance(torch.finfo(dtype).eps / 4, torch.finfo(dtype).eps / 2)
     assert_all_close(run("cpu", inputs), by_formula(inputs), {torch.float32: FP32, dtype: rounding})
 
 
 def test_a_prompt_leaves_what_decoding_does():
-    """Of bf16 q and k: o and the state of `gated_delta_rule_update`, from token to token."""
+    """With bf16 q and k, o and the state equal those of `gated_delta_rule_update`
+    token by token."""
     inputs = not_normalized(torch.bfloat16)
     draw = torch.Generator().manual_seed(2)
     A_log, dt_bias, b = (torch.randn(s, generator=draw) for s in ((2,), (2,), (1, 100, 2)))
@@ -191,12 +193,13 @@ def test_a_prompt_leaves_what_decoding_does():
         rows, inputs["g"][0], b[0], A_log, dt_bias, pool, torch.tensor([0]), state_v_first=False,
     )  # fmt: skip
     assert_close("state", state, pool, Tolerance(2e-6, 2e-6))
-    assert_close("o", o[0], decoded, Tolerance(2e-4, 4e-3))  # of 2400, some round the other way
+    # of 2400 values some round the other way
+    assert_close("o", o[0], decoded, Tolerance(2e-4, 4e-3))
 
 
 @IMPLEMENTATIONS
 def test_rows_of_nothing(implementation, device):
-    """A norm of 0: nothing is NaN, here or in the gradients."""
+    """Rows of q and k with norm 0 give no NaN in outputs or gradients."""
     inputs = not_normalized(torch.float32, tokens=40)
     for name, token in (("q", 3), ("k", 5)):
         inputs[name][:, token] = 0
@@ -251,7 +254,7 @@ def test_flas_metadata_changes_nothing():
 
 
 def test_gates_and_betas_of_other_dtypes():
-    """They are computed with in fp32, and their gradients come back in their own dtype."""
+    """They are converted to fp32, and their gradients have the inputs' dtypes."""
     inputs = qkv(dtype=torch.bfloat16)
     inputs |= {name: inputs[name].half() for name in ("g", "beta")}
     actual = evaluate(delta_rule, inputs, ("g", "beta"))
@@ -262,7 +265,7 @@ def test_gates_and_betas_of_other_dtypes():
 
 @IMPLEMENTATIONS
 def test_a_head_more_than_cores(implementation, device, monkeypatch):
-    """On an NPU with 3 cores 3 heads are walked, then the fourth in two pieces."""
+    """With 4 heads on 3 cores, three heads run first, then the fourth in two column blocks."""
     monkeypatch.setattr(hardware, "num_cube_cores", lambda device: 3)
     inputs = qkv(1, 130, 2, 4)
     draw = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule as a torch operator, in models, and wrong calls of it."""
+"""The chunked gated delta rule: torch operator rules, use in models, invalid calls."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ from npu_ops.ops.chunk_gated_delta_rule import op, sequences_cpu
 
 
 def operator_inputs(packed):
-    """What the operator takes, of six tokens."""
+    """Return the operator's positional arguments, for six tokens in fp64."""
     inputs = floats(qkv(1, 6), torch.float64)
     leaves = [inputs[n].requires_grad_() for n in BY_TOKEN]
     state = inputs["initial_state"].repeat(2 if packed else 1, 1, 1, 1).requires_grad_()
@@ -80,7 +80,7 @@ def small_model(module):
 
 
 def known_only(function, calls):
-    """As transformers calls a kernel: with those keywords of the model that it knows."""
+    """Wrap a kernel as transformers does: pass only the keywords it knows. Records the calls."""
     known = inspect.signature(function).parameters
 
     def call(*args, **kwargs):
@@ -92,7 +92,7 @@ def known_only(function, calls):
 
 @pytest.mark.parametrize("module", [qwen3_next, qwen3_5], ids=["qwen3-next", "qwen3.5"])
 def test_a_model_with_ours(module, monkeypatch):
-    """A small model whose delta rules are ours: the same logits and gradients."""
+    """A small model whose delta rule is replaced by ours has the same logits and gradients."""
     model = small_model(module)
     inputs = {"input_ids": torch.randint(61, (2, 70))}
     expected = train_step(model, **inputs)
@@ -100,9 +100,9 @@ def test_a_model_with_ours(module, monkeypatch):
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", known_only(delta_rule, calls))
     with env.override(strict=True):
         actual = train_step(model, **inputs)
-    assert len(calls) == 3  # the fourth layer is one of attention
+    assert len(calls) == 3  # the fourth layer is attention
     of_decay = [name for name in expected if re.search("A_log|dt_bias|in_proj_(a|ba)\\.", name)]
-    for name in of_decay:  # theirs has lost 2 to 4 digits more than ours, against fp64
+    for name in of_decay:  # compared with fp64, theirs loses 2 to 4 digits more
         assert_close(name, actual.pop(name), expected.pop(name), Tolerance(0.1, 3e-5))
     assert len(of_decay) == 9
     assert_same_steps(actual, expected)
@@ -110,7 +110,7 @@ def test_a_model_with_ours(module, monkeypatch):
 
 @pytest.mark.parametrize("module", [qwen3_next, qwen3_5], ids=["qwen3-next", "qwen3.5"])
 def test_a_model_writes_the_same_with_ours(module, monkeypatch):
-    """The prompt by chunks, then token by token from the state."""
+    """The prompt runs in chunks, then each new token by the recurrence from the state."""
     model = small_model(module).eval()
     prompt = torch.randint(61, (1, 37))
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -162,7 +162,7 @@ def test_what_the_triton_kernels_decline(changes, why_not, keeps_no_states):
 
 
 def test_scratch_memory_is_kept():
-    """In host memory, whatever the default device is when it is first asked for."""
+    """Scratch memory is on the host, even if the default device is another when it is allocated."""
     scratch = sequences_cpu.Scratch()
     with torch.device("meta"):
         first = scratch("a", 2, 3)

@@ -1,4 +1,4 @@
-"""The states before chunks, which a server keeps for prompts that begin alike."""
+"""The states before each chunk, which a server keeps for prompts with a common prefix."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
 
 IMPLEMENTATIONS = every_implementation(op.prefill)
 PREFILL = "chunk_gated_delta_rule_prefill"
-STARTS = torch.tensor([0, 33, 33, 97, 98, 130])  # and chunks of 32: 2, 0, 2, 1 and 1
+STARTS = torch.tensor([0, 33, 33, 97, 98, 130])  # with chunks of 32: 2, 0, 2, 1 and 1 of them
 FIRSTS = (0, 2, 2, 4, 5, 6)
 
 
@@ -31,7 +31,7 @@ def run(implementation, inputs):
 
 
 def before(inputs, batch, begin, tokens, n):
-    """The state of sequence n after its first tokens."""
+    """Return the state of sequence n after its first `tokens` tokens."""
     state = inputs["initial_state"][n : n + 1]
     if not tokens:
         return state[0]
@@ -76,7 +76,7 @@ def test_a_prompt_that_begins_alike_goes_on_from_a_state(device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 128), (torch.float32, 160)])
 def test_with_norms_and_gates_inside(dtype, width, implementation, device):
-    """Qwen3-Next's call; and heads of which Triton's chunks are half as long as asked for."""
+    """Qwen3-Next's call, and heads so wide that Triton halves the requested chunk size."""
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 150, 1, width, generator=draw).to(dtype) for _ in range(2))
     v = torch.randn(1, 150, 2, width, generator=draw).to(dtype)

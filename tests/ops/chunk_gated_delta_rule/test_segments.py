@@ -1,4 +1,4 @@
-"""Long sequences of few heads: columns and segments that are walked side by side on an NPU."""
+"""Long sequences with few heads: on an NPU column blocks and segments run in parallel."""
 
 import pytest
 import torch
@@ -25,7 +25,10 @@ IMPLEMENTATIONS = every_implementation(op.forward)
 
 
 def call(batch=1, state="k", dtype=torch.float32, packed=False):
-    """Two value heads; of packed sequences the second is empty, the third a token long."""
+    """Return arguments with two value heads.
+
+    packed: four sequences, of which the second is empty and the third has one token.
+    """
     inputs = qkv(batch, 150, 1, 2, dtype=dtype)
     if packed:
         inputs["cu_seqlens"] = torch.tensor([0, 80, 80, 81, 150])
@@ -38,7 +41,7 @@ def call(batch=1, state="k", dtype=torch.float32, packed=False):
 
 @pytest.fixture
 def many_cores(monkeypatch):
-    """An NPU with 48 cores, for which segments may be a chunk long."""
+    """Pretend an NPU with 48 cores, and allow segments of one chunk."""
     monkeypatch.setattr(hardware, "num_cube_cores", lambda device: 48)
     monkeypatch.setattr(triton_ascend, "SEGMENT", 1)
 
@@ -108,7 +111,7 @@ def test_the_same_bits_each_time(walked, implementation, device, monkeypatch):
 
 
 def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16, backward=False):
-    """(kernel, programs, columns) of the walks on 24 matrix units."""
+    """Return (kernel, programs, columns per program) of the scan launches on 24 cube cores."""
     q = torch.zeros(sequences, tokens, heads, keys, dtype=dtype)
     v, gates = q.new_zeros(sequences, tokens, heads, 128), torch.zeros(sequences, tokens, heads)
     with (
@@ -140,17 +143,20 @@ def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16, backward=
         ((1, 24, 512), [("forward", 24, 128)]),
         ((1, 32, 512), [("forward", 24, 128), ("forward", 16, 64)]),
         ((8, 4, 512), [("forward", 24, 128), ("forward", 16, 64)]),
-        ((1, 32, 256), [("forward", 24, 128)]),  # too short for two
-        ((1, 40, 512), [("forward", 24, 128)]),  # 16 are left, two pieces of each do not fit
-        # Segments for each head: 4 with 4 heads, 7 with 2, 13 with 1. All but the first compute as
-        # many columns of M as of h.
+        ((1, 32, 256), [("forward", 24, 128)]),  # too short to be worth a second launch
+        # of the 16 heads left, two column blocks each do not fit 24 cores
+        ((1, 40, 512), [("forward", 24, 128)]),
+        # Segments per head: 4 with 4 heads, 7 with 2, 13 with 1. All but the first segment also
+        # compute
+        # M, with as many columns as h.
         ((1, 4, 4096), [("ends", 20, 128), ("join", 16, 32), ("forward", 16, 128)]),
         ((2, 1, 8192), [("ends", 22, 128), ("join", 8, 32), ("forward", 14, 128)]),
         ((1, 1, 16384), [("ends", 23, 128), ("join", 4, 32), ("forward", 13, 128)]),
-        ((1, 4, 4032), [("forward", 16, 32)]),  # too short for four
-        ((1, 6, 8192), [("forward", 24, 32)]),  # only three would find cores
+        ((1, 4, 4032), [("forward", 16, 32)]),  # too short for four segments
+        ((1, 6, 8192), [("forward", 24, 32)]),  # there are cores for only three segments each
         ((1, 1, 8192, 192), [("forward", 4, 32)]),
-        ((1, 4, 4096, 128, torch.float32), [("forward", 16, 32)]),  # half the columns have room
+        # fp32 has room for half the columns
+        ((1, 4, 4096, 128, torch.float32), [("forward", 16, 32)]),
     ],
 )
 def test_idle_cores_get_columns_and_segments(arguments, expected):
@@ -179,7 +185,8 @@ def test_the_backwards_walks_are_cut_too(arguments, expected):
     "batch, length, size", [(1, 1, 64), (1, 640, 64), (3, 65, 32), (300, 70, 16)]
 )
 def test_sequences_of_one_length_lie_as_packed_ones_do(batch, length, size, device):
-    """They are laid out by a kernel of their own."""
+    """The chunk table of equal lengths, built by its own kernel, equals that of
+    packed sequences."""
     q = torch.empty(batch, length, 1, 1, device=device)
     starts = torch.arange(batch + 1, device=device) * length
     ours = chunks.chunks_of(q, None, size)

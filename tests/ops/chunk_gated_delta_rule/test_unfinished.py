@@ -1,4 +1,4 @@
-"""States that carry their unfinished chunk: a sequence goes on behind any token, bit for bit."""
+"""States that carry the tokens of an unfinished chunk, so that a sequence can be cut anywhere."""
 
 import functools
 import random
@@ -45,7 +45,7 @@ def part(x, begin, end):
 
 
 def in_parts(x, cuts):
-    """o and the carried state of one sequence that is cut there."""
+    """Return o and the carried state of a sequence that is computed in parts, cut at `cuts`."""
     state, found = None, []
     for begin, end in zip((0, *cuts), (*cuts, x["q"].shape[1]), strict=True):
         o, state = carried(part(x, begin, end), state)
@@ -54,7 +54,7 @@ def in_parts(x, cuts):
 
 
 def same_bits(implementation):
-    """Whether they are promised; the reference has the same numbers, up to rounding."""
+    """Return the tolerances: bit-equality, except for the reference, which promises none."""
     exact = {"rtol": 0, "atol": 0}
     return exact if implementation != "reference" else {"rtol": 1e-2, "atol": 1e-3}
 
@@ -65,7 +65,7 @@ CUTS = [(1,), (64,), (65,), (3, 130), (10, 20, 63, 64, 65, 128), (0, 70, 70), (*
 @every_implementation(op.prefill)
 @every_dtype
 def test_a_prompt_that_is_cut_anywhere_is_as_uncut(implementation, device, dtype):
-    """And as in training. With one more token each time it is decoded."""
+    """It also equals training. Some cuts decode one token at a time."""
     x = on_device(tokens(150, dtype), device)
     close = functools.partial(torch.testing.assert_close, **same_bits(implementation))
     with (
@@ -84,7 +84,7 @@ def test_a_prompt_that_is_cut_anywhere_is_as_uncut(implementation, device, dtype
 
 @every_implementation(op.prefill)
 def test_sequences_go_on_together(implementation, device):
-    """Packed in any order, each by as many tokens as it likes, or by none."""
+    """Each step packs the next tokens of some sequences, in any order; some get none."""
     draw, lengths = random.Random(0), (5, 130, 64, 1)
     x = on_device(tokens(sum(lengths)), device)
     close = functools.partial(torch.testing.assert_close, **same_bits(implementation))
@@ -114,7 +114,7 @@ def test_sequences_go_on_together(implementation, device):
 
 @every_implementation(op.prefill)
 def test_tokens_of_nobody_get_0_and_wrong_states_and_lengths_nan(implementation, device):
-    """On the host they are errors; on a device a wrong state spoils its own sequence alone."""
+    """On the CPU both are errors. On a device a wrong state gives NaN in its own sequence only."""
     x, lengths = on_device(tokens(20), device), (7, 9)
     with torch.no_grad(), forced(implementation, "chunk_gated_delta_rule"):
         packed = {"cu_seqlens": starts(lengths, device)}
@@ -140,10 +140,11 @@ def test_tokens_of_nobody_get_0_and_wrong_states_and_lengths_nan(implementation,
 
 @on_npu
 def test_a_long_prompt_of_few_heads_is_as_alone(device):
-    """Without the mode it is computed in segments side by side, where no others keep cores busy."""
+    """Outside the consistent mode, cores left idle by other sequences compute
+    segments in parallel."""
     count = 65 * CHUNK
     x = tokens(count + 11, torch.bfloat16, heads=1, value_heads=1, keys=16, values=16)
-    x["g"] /= 1000  # a state lasts longer than a segment
+    x["g"] /= 1000  # so a state outlasts a segment
     x = on_device(x, device)
     packed = starts((count, *[1] * 11), device)
     with torch.no_grad(), forced("triton_ascend", "chunk_gated_delta_rule"):
@@ -162,8 +163,7 @@ def test_a_required_gradient_is_refused():
 
 
 def test_a_state_has_the_tokens_of_its_unfinished_chunk():
-    """Other code can read them: a row for each key, then values, g and beta, then the number of
-    tokens."""
+    """Other code can read them: one row per key, then values, g and beta, then the token count."""
     x = tokens(70)
     with torch.no_grad():
         _, state = npu_ops.chunk_gated_delta_rule(
@@ -174,7 +174,7 @@ def test_a_state_has_the_tokens_of_its_unfinished_chunk():
         )
     (state,) = state
     torch.testing.assert_close(state[:, :48], before[0])
-    assert torch.equal(state[2, 48:54], x["k"][0, 64:, 1])  # value head 2 reads with head 1
+    assert torch.equal(state[2, 48:54], x["k"][0, 64:, 1])  # value head 2 uses key head 1
     run = state[2, 48 + CHUNK :].flatten()
     assert torch.equal(run[: 6 * 48], x["v"][0, 64:, 2].flatten())
     g, beta, (count,) = run[CHUNK * 48 :][: 2 * CHUNK + 1].split((CHUNK, CHUNK, 1))

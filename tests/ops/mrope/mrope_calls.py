@@ -1,4 +1,4 @@
-"""What the tests of mrope share."""
+"""Inputs for the tests of mrope."""
 
 import pytest
 import torch
@@ -25,5 +25,5 @@ def qkv(batch=2, tokens=9, q_heads=4, k_heads=2, dim=16, dtype=torch.float32):
 
 
 def axes_table(*shape, width=16, pair_layout="half", half_table=False):
-    """cos and sin [3, *shape, width] of random positions."""
+    """Return cos and sin [3, *shape, width] of random positions."""
     return tables(torch.randint(1000, (3, *shape)), width, 1e4, pair_layout, half_table)

@@ -1,4 +1,4 @@
-"""mrope: against a second definition and transformers; layouts, positions, models."""
+"""mrope against a second definition and transformers: layouts, positions, models."""
 
 import itertools
 import types
@@ -74,7 +74,7 @@ def chunked_axis(j, section):
 
 
 def interleaved_axis(j, section):
-    """Deal frequencies out T, H, W in turn; an axis that has all of its own passes to T."""
+    """Assign frequencies to T, H, W in turn; once an axis has all its own, T gets its turns."""
     owner = "THW"[j % 3]
     return owner if owner == "T" or j // 3 < section["THW".index(owner)] else "T"
 
@@ -92,7 +92,8 @@ def test_axes_of_frequencies(section, section_layout):
 
 
 def test_axes_as_the_models_have_them():
-    """Qwen3-VL: 20 times THW, then T. Qwen3.5: ten times THW, then TH. Qwen2-VL: in chunks."""
+    """Qwen3-VL: THW 20 times, then T. Qwen3.5: THW ten times, then TH. Qwen2-VL: T,
+    H, W in chunks."""
 
     def letters(*args):
         return "".join("THW"[axis] for axis in axis_of_frequency(*args))
@@ -103,7 +104,8 @@ def test_axes_as_the_models_have_them():
 
 
 def by_hand(x, positions, theta, section, section_layout, pair_layout):
-    """mrope of one head [T, D] at positions [3, T], as complex numbers one at a time, in fp64."""
+    """Rotate one head [T, D] at positions [3, T] as complex numbers, one pair at a
+    time, in fp64."""
     half = sum(section)
     out = x.double().clone()
     for t, j in itertools.product(range(x.shape[0]), range(half)):
@@ -123,7 +125,7 @@ def by_hand(x, positions, theta, section, section_layout, pair_layout):
 def test_section_and_pair_layouts(
     section, section_layout, pair_layout, half_table, implementation, device
 ):
-    """All four combinations, each unlike the three others."""
+    """All four combinations, which give four different results."""
     positions = torch.randint(50, (3, 6))
     q = torch.randn(6, 1, 28)
     cos, sin = tables(positions, 24, 1e4, pair_layout, half_table)
@@ -176,7 +178,7 @@ def test_the_four_combinations_differ():
 
 
 def rotary_embedding(kind, head_dim, section, theta=1e4, **parameters):
-    """A transformers rotary embedding module without a model around it."""
+    """Build a transformers rotary embedding module without a model."""
     rope_parameters = {"rope_type": "default", "rope_theta": theta, "mrope_section": list(section)}
     config = types.SimpleNamespace(
         rope_parameters=rope_parameters | parameters,
@@ -197,7 +199,8 @@ def rotary_embedding(kind, head_dim, section, theta=1e4, **parameters):
 )
 @pytest.mark.parametrize("batch", [1, 3])
 def test_against_transformers(module, kind, head_dim, rotary_dim, section, section_layout, batch):
-    """Their embedding merges the three axes, ours takes them apart: the same q, k, gradients."""
+    """With tables merged by transformers and unmerged ones for ours, q, k and
+    gradients are equal."""
     embedding = rotary_embedding(
         kind, head_dim, section, partial_rotary_factor=rotary_dim / head_dim
     )
@@ -325,7 +328,7 @@ def test_cached_text_positions_are_plain_rope_exactly(
 @SECTION_LAYOUTS
 @PAIRS
 def test_cached_form_is_the_form_with_tables(section_layout, pair_layout, implementation, device):
-    """And takes flattened heads, as serving engines have them."""
+    """It also takes q and k with flattened heads, as serving engines have them."""
     q, k = (x[0].to(device) for x in qkv())
     cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
     positions = torch.randint(50, (3, 9), device=device)
@@ -364,7 +367,7 @@ def test_cached_form_of_no_tokens(positions):
 
 
 def test_three_tokens_of_text_are_not_three_axes():
-    """positions [3] of three text tokens and [3, 3] of three axes are told apart."""
+    """positions [3] of three text tokens differ from positions [3, 3] of three axes."""
     q, cache = torch.randn(3, 1, 16), torch.cat(tables(torch.arange(50), 16, 1e4, "half", True), -1)
     text = torch.tensor([3, 7, 11])
     expected = cached(text.expand(3, 3), q, None, cache, [4, 2, 2], "chunked")[0]
@@ -392,7 +395,7 @@ def test_slices_are_read_in_place(call):
     grads = [torch.randn_like(out) for out in outputs]
     with support.copies() as backward, env.override(strict=True):
         torch.autograd.grad(outputs, (q, k), grads)
-    read = 5 * positions.nbytes if call == "cached" else 0  # as their values are checked
+    read = 5 * positions.nbytes if call == "cached" else 0  # checking position values allocates
     for seen in (forward, backward):
         assert seen.operators == []
         assert size <= seen.allocated <= size + read + 1000
@@ -411,10 +414,11 @@ def test_gradients_of_any_strides_take_the_native_kernel():
 
 @st.composite
 def calls(draw):
-    """Arguments of mrope that fit together, for fp32 and both table widths."""
+    """Draw valid arguments of mrope, in fp32, with both table widths."""
     section_layout = draw(st.sampled_from(["chunked", "interleaved"]))
     t, h, w = (draw(st.integers(low, 7)) for low in (1, 0, 0))
-    if section_layout == "interleaved":  # 3n + axis must stay below t + h + w
+    # the last frequency of each axis, 3n + axis, must be below t + h + w
+    if section_layout == "interleaved":
         h, w = min(h, t), min(h, w, t)
         t += h - w
     half_table, pair_layout = draw(st.booleans()), draw(st.sampled_from(["half", "interleaved"]))
@@ -475,7 +479,7 @@ def qwen2_vl_text():
 
 @pytest.mark.parametrize("make", [qwen3_vl_text, qwen2_vl_text])
 def test_model_with_our_mrope(make, monkeypatch):
-    """The model hands over the three axes unmerged: the same hidden states and gradients."""
+    """Given the three axes unmerged, our mrope leads to the same hidden states and gradients."""
     torch.manual_seed(0)
     module, model, embedding, section_layout = make()
     section = model.config.rope_parameters["mrope_section"]
@@ -496,21 +500,21 @@ def test_model_with_our_mrope(make, monkeypatch):
     support.assert_same_steps(actual, expected)
 
 
-# Sections that do not fill the frequencies
+# Sections with a sum above the number of frequencies
 
 
 @pytest.mark.parametrize(
     "sections, layout, frequencies, filled",
     [
         ([32, 32, 32], "chunked", 64, [32, 32, 0]),  # vllm-ascend's test of vLLM's kernel
-        ([32, 48, 48], "interleaved", 64, [22, 21, 21]),  # sgl-kernel-npu's
+        ([32, 48, 48], "interleaved", 64, [22, 21, 21]),  # from sgl-kernel-npu's test
         ([32, 48, 48], "chunked", 64, [32, 32, 0]),
         ([70, 1, 1], "chunked", 64, [64, 0, 0]),
         ([2, 60, 20], "interleaved", 64, [23, 21, 20]),
     ],
 )
 def test_sections_end_with_the_frequencies(sections, layout, frequencies, filled):
-    """As masks of vLLM's kernel have it, whichever function is called."""
+    """Both functions assign frequencies to axes as the masks in vLLM's kernel do."""
     frequency = torch.arange(frequencies)
     if layout == "interleaved":
         is_h = (frequency % 3 == 1) & (frequency <= 3 * sections[1])

@@ -1,4 +1,4 @@
-"""mrope by torch_npu's npu_mrope: as the reference wherever it takes a call."""
+"""mrope by torch_npu's npu_mrope: equal to the reference on all calls it takes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from npu_ops.core.compare import assert_close
 from npu_ops.ops.mrope import aclnn
 
 MROPE = npu_ops.apply_multimodal_rotary_pos_emb_cached
-TAKEN = [  # sections, their layout, head dimension
+TAKEN = [  # sections, section layout, head dimension
     ([24, 20, 20], "interleaved", 128),
     ([24, 20, 20], "chunked", 128),
     ([16, 24, 24], "chunked", 160),
@@ -34,7 +34,7 @@ def inputs(section, layout, head_dim, dtype, device="cpu", tokens=13):
 
 
 def declined(given, monkeypatch):
-    """What the vendor's operator has against a call on an NPU with torch_npu."""
+    """Return why the vendor's operator declines a call on an NPU with torch_npu, or None."""
     return declined_by_vendor(aclnn, "mrope", MROPE, given, monkeypatch)
 
 

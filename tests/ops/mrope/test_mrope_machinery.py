@@ -1,4 +1,4 @@
-"""mrope in place, and under torch's machinery: opcheck, gradcheck, compilation, autocast."""
+"""mrope in place, and under opcheck, gradcheck, torch.compile and autocast."""
 
 import functools
 import itertools
@@ -125,7 +125,7 @@ CALLS = {
     "call, backend", [*itertools.product(CALLS, ["aot_eager"]), ("cached", "inductor")]
 )
 def test_compile(call, backend):
-    """One graph, forward and backward equal to eager."""
+    """Compiled to one graph, forward and backward equal eager mode."""
     support.assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
 
 
@@ -197,6 +197,6 @@ STRIDED = {
 @pytest.mark.parametrize("call", FAKE_CALLS)
 @pytest.mark.parametrize("strides", STRIDED)
 def test_fake_is_like_real(call, strides):
-    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+    """Results and gradients have the shape, strides and dtype of real ones."""
     real = [STRIDED[strides](heads) for heads in (4, 2)]
     support.assert_fake_is_like_real(support.with_gradients(FAKE_CALLS[call]), *real)

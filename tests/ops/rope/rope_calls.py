@@ -1,4 +1,4 @@
-"""What the tests of rope share."""
+"""Inputs for the tests of rope."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ rope, rope_freqs = npu_ops.apply_rotary_pos_emb, npu_ops.apply_rotary_pos_emb_fr
 
 
 def to_layout(x, layout):
-    """[B, S, N, D] as a view in another layout."""
+    """Return [B, S, N, D] as a view in another layout."""
     return x.permute(*("BSND".index(axis) for axis in layout))
 
 
@@ -31,6 +31,6 @@ def table(rows, width, pair_layout="half", half_table=False):
 
 
 def angles(rows, width, pair_layout="half", batch=1):
-    """Megatron's freqs: [rows, batch, 1, width] in fp32."""
+    """Draw Megatron's freqs: [rows, batch, 1, width] in fp32."""
     half = torch.randn(rows, batch, 1, width // 2)
     return torch.cat((half, half), -1) if pair_layout == "half" else half.repeat_interleave(2, -1)

@@ -1,4 +1,4 @@
-"""rope: against others' formulas; layouts, heads, strides, positions, models."""
+"""rope against other implementations: layouts, heads, strides, positions, models."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def from_layout(x, layout):
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 @pytest.mark.parametrize("per_batch", [True, False])
 def test_hugging_face_call(unsqueeze_dim, per_batch):
-    """Qwen3's own function: the same arguments, fp32 equal to rounding, gradients too."""
+    """Takes the arguments of Qwen3's own function; results and gradients agree up to rounding."""
     q, k = (to_layout(x, "BNSD" if unsqueeze_dim == 1 else "BSND") for x in qkv())
     positions = torch.randint(100, (2 if per_batch else 1, 9))
     cos, sin = tables(positions, 16, 1e4, "half", False)
@@ -56,7 +56,7 @@ def test_hugging_face_call(unsqueeze_dim, per_batch):
 
 
 def test_hugging_face_partial_rotary():
-    """Qwen3-Next and Qwen3.5: the first 64 of 256 elements rotate."""
+    """As in Qwen3-Next and Qwen3.5, the first 64 of 256 elements rotate."""
     q, k = (x.transpose(1, 2) for x in qkv(q_heads=4, k_heads=1, dim=256))
     cos, sin = (t[None] for t in table(9, 64))
     inputs = {"q": q, "k": k, "cos": cos, "sin": sin}
@@ -66,7 +66,7 @@ def test_hugging_face_partial_rotary():
 
 
 def test_hugging_face_vision():
-    """Qwen3-VL's vision blocks: [S, N, 72] slices of a fused qkv, tables [S, 72]."""
+    """As in Qwen3-VL's vision blocks: [S, N, 72] slices of a fused qkv, tables [S, 72]."""
     q, k, _ = torch.randn(31, 3, 4, 72).bfloat16().permute(1, 0, 2, 3).unbind(0)
     inputs = {"q": q, "k": k, "cos": table(31, 72)[0], "sin": table(31, 72)[1]}
     actual = support.evaluate(rope, inputs, ("q", "k"))
@@ -92,7 +92,7 @@ def test_cohere_pairs_full_table():
 
 
 def complex_rotation(x, angles, pair_layout):
-    """Each pair is a complex number, multiplied by exp(i * angle)."""
+    """Rotate each pair as a complex number: multiply by exp(i * angle)."""
     x1, x2 = x.chunk(2, -1) if pair_layout == "half" else (x[..., 0::2], x[..., 1::2])
     turned = torch.complex(x1, x2) * torch.polar(torch.ones_like(angles), angles)
     if pair_layout == "half":
@@ -122,7 +122,7 @@ def test_is_a_complex_multiplication(pair_layout, half_table):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("inverse", [True, False])
 def test_full_tables_may_differ_within_a_pair(pair_layout, implementation, device, inverse):
-    """Each element is multiplied by its own entry; the inverse is the transposed matrix."""
+    """Each element has its own table entry; the inverse multiplies by the transposed matrix."""
     x, cos, sin = (torch.randn(n, dtype=torch.float64) for n in ((5, 1, 8), (5, 8), (5, 8)))
     partner = [(i + 4) % 8 if pair_layout == "half" else i ^ 1 for i in range(8)]
     sign = [-1.0 if i < partner[i] else 1.0 for i in range(8)]
@@ -175,7 +175,7 @@ def test_k_may_have_any_number_of_heads(k_heads, implementation, device):
 
 @IMPLEMENTATIONS
 def test_heads_expanded_from_one(implementation, device):
-    """Keys that groups of queries share: the stride of a head is 0."""
+    """Keys shared by a group of queries have stride 0 between heads."""
     q, one = (torch.randn(1, 64, heads, 16).to(device) for heads in (4, 1))
     cos, sin = (t.to(device) for t in table(64, 16))
     with support.forced(implementation, "rope"):
@@ -204,7 +204,7 @@ def test_tail_is_copied(layout, pair_layout, implementation, device):
 @support.parametrize_dtypes()
 @IMPLEMENTATIONS
 def test_table_dtypes(dtype, table_dtype, implementation, device):
-    """fp32 tables stay fp32 beside bf16 q and k, and the other way round."""
+    """Tables keep their dtype: fp32 beside bf16 q and k, and the other way round."""
     inputs = dict(zip("qk", qkv(dtype=dtype), strict=True)) | {"layout": "BSND"}
     cos, sin = (t.to(table_dtype) for t in table(9, 16))
     expected = run("reference", support.floats(inputs | {"cos": cos, "sin": sin}, torch.float64))
@@ -214,7 +214,8 @@ def test_table_dtypes(dtype, table_dtype, implementation, device):
 
 
 def fused_qkv(layout):
-    """q and k as slices of one projection, as each framework has them."""
+    """Return q and k as slices of one fused projection, as a framework with this
+    layout has them."""
     if layout == "TND":
         return torch.randn(64, 8 + 2 + 2, 16).split((8, 2, 2), dim=1)[:2]
     if layout == "SBND":  # Megatron: [s, b, groups, (q per group + 2) * d]
@@ -264,7 +265,7 @@ def test_slices_are_read_in_place(layout, call):
     ids=["expanded", "of k in q @ k.T", "every second"],
 )
 def test_gradients_of_any_strides_take_the_native_kernel(gradient_of):
-    """Eager attention sends back a transposed gradient of k: no reason to be slow or to fail."""
+    """Eager attention returns a transposed gradient of k, which must not cause a fallback."""
     q, k = (x.requires_grad_() for x in qkv())
     outputs = rope(q, k, *table(9, 16), layout="BSND")
     grads = [gradient_of(out) for out in outputs]
@@ -281,7 +282,7 @@ def test_unused_output_needs_no_gradient():
     q, k = (x.requires_grad_() for x in qkv())
     q_out, _ = rope(q, k, *table(9, 16), layout="BSND")
     grads = torch.autograd.grad(q_out.square().sum(), (q, k))
-    torch.testing.assert_close(grads[0], 2 * q)  # the rotation keeps the norm
+    torch.testing.assert_close(grads[0], 2 * q)  # so the gradient through the rotated q is q's own
     assert torch.equal(grads[1], torch.zeros_like(k))
 
 
@@ -355,7 +356,7 @@ def test_no_tokens_with_position_ids(layout):
 
 
 def test_position_ids_beside_gathered_tables_are_not_read():
-    """As in Hugging Face, whose deprecated position_ids argument this is."""
+    """As in Hugging Face, which keeps this deprecated argument but ignores it."""
     q, k = qkv()
     cos, sin = (t.expand(2, 9, 16) for t in table(9, 16))
     ignored = torch.full((2, 9), 10**6)
@@ -403,7 +404,7 @@ MODES = {
 
 
 def random_call(shape, layout, pair_layout, half_table, tail, seed, dtype=torch.float32):
-    """Arguments of rope, with random positions."""
+    """Draw arguments of rope with random positions."""
     batch, tokens, heads, rotary_dim = shape
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, tokens, heads, rotary_dim + tail, generator=draw, dtype=dtype)
@@ -467,7 +468,7 @@ def test_scores_depend_on_distance_alone(distance, start, shift, seed):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("k_heads", [2, 4])
 def test_qwen3_with_our_rope(attention, k_heads, monkeypatch):
-    """A small Qwen3 whose apply_rotary_pos_emb is ours: the same logits and gradients."""
+    """A small Qwen3 with our apply_rotary_pos_emb has the same logits and gradients."""
     torch.manual_seed(0)
     config = qwen3.Qwen3Config(
         vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=2, head_dim=24,

@@ -1,4 +1,4 @@
-"""rope by torch_npu's operators: as the reference over all cases that they take."""
+"""rope by torch_npu's operators: equal to the reference on all cases they take."""
 
 import pytest
 import torch
@@ -16,13 +16,13 @@ WRT = ("q", "k")
 
 
 def inputs(case, dtype, device="cpu", **changes):
-    """With tables of one dtype with q and k."""
+    """Return a case's inputs with tables in the dtype of q and k."""
     given = case.inputs(dtype, device)
     return given | {name: given[name].to(dtype) for name in ("cos", "sin")} | changes
 
 
 def declined(given, monkeypatch):
-    """What the vendor's operators have against a call on an NPU with torch_npu."""
+    """Return why the vendor's operators decline a call on an NPU with torch_npu, or None."""
     return declined_by_vendor(aclnn, "rope", ROPE, given, monkeypatch)
 
 
@@ -83,7 +83,7 @@ def test_what_it_declines(name, dtype, changes, said, monkeypatch):
 
 
 def test_tables_of_another_dtype_are_declined(monkeypatch):
-    """They would be rounded, which our kernels and the reference never do."""
+    """The operators would round them; our kernels and the reference never do."""
     given = named_case("qwen3-vl-8b-tp1-t64").inputs(torch.bfloat16)
     assert "are bfloat16, bfloat16, float32, float32" in declined(given, monkeypatch)
 

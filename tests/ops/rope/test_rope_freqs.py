@@ -1,4 +1,4 @@
-"""rope by angles: Megatron's form, packed and on the ranks of context parallelism."""
+"""rope from angles: Megatron's form, also packed and under context parallelism."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_freqs(batch, mscale, inverse, pair_layout, implementation, device):
 
 
 def zigzag(x, lengths, cp_size, cp_rank):
-    """What a rank has of packed x: two of the 2 cp_size chunks of each sequence."""
+    """Return a rank's part of packed x: two of the 2 * cp_size chunks of each sequence."""
     parts = []
     for sequence in x.split(lengths):
         chunks = sequence.chunk(2 * cp_size) if len(sequence) else [sequence] * 2 * cp_size
@@ -51,7 +51,7 @@ def zigzag(x, lengths, cp_size, cp_rank):
 
 
 def megatron_packed(x, freqs, lengths, cp_size, cp_rank, per_token, pair_layout, mscale):
-    """Megatron's `_apply_rotary_pos_emb_thd`: each sequence with its slices of freqs."""
+    """Megatron's `_apply_rotary_pos_emb_thd`: rotate each sequence by its slices of freqs."""
     outputs, start = [], 0
     for n, sequence in zip(lengths, x.split([n // cp_size for n in lengths]), strict=True):
         offset = start if per_token else 0
@@ -96,7 +96,7 @@ def test_packed_freqs(lengths, cp_size, per_token, pair_layout, implementation, 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_ranks_together_are_the_whole(cp_size):
-    """Every rank's tokens, rotated there, are the ones rotated together."""
+    """Each rank's rotated tokens equal its part of the whole, rotated at once."""
     lengths, freqs = [16, 48], angles(48, 16)
     q = torch.randn(64, 3, 16)
     packing = {"layout": "TND", "cu_seqlens": torch.tensor([0, 16, 64])}
@@ -108,7 +108,7 @@ def test_ranks_together_are_the_whole(cp_size):
 
 
 def test_max_seqlen_says_which_freqs_are_per_token():
-    """As many rows as tokens: without max_seqlen they are the tokens' own."""
+    """With as many rows as tokens and no max_seqlen, each token has its own row."""
     q, freqs, cu_seqlens = torch.randn(8, 1, 16), angles(8, 16), torch.tensor([0, 3, 8])
     packing = {"layout": "TND", "cu_seqlens": cu_seqlens}
     own = rope_freqs(q, None, freqs, layout="TND")[0]
@@ -133,7 +133,7 @@ def test_padding_after_the_last_sequence_is_finite():
 
 
 def test_bf16_freqs_are_not_rounded_again():
-    """cos and sin of bf16 angles are fp32."""
+    """Their cos and sin are computed and kept in fp32."""
     q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16).bfloat16()
     out, _ = rope_freqs(q, None, freqs)
     assert_close("q", out, megatron_loop(q, freqs, "half"), BOTH_ROUND[torch.float32])
@@ -167,7 +167,7 @@ def test_an_update_of_freqs_is_seen():
 
 
 def test_tables_of_an_inference_serve_training():
-    """Megatron hands the same cached freqs to evaluation and to training."""
+    """Megatron passes the same cached freqs to evaluation and to training."""
     q, freqs = torch.randn(9, 2, 1, 16, requires_grad=True), angles(9, 16)
     with torch.inference_mode():
         expected, _ = rope_freqs(q, None, freqs)

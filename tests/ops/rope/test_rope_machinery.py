@@ -1,4 +1,4 @@
-"""rope in place, and under torch's machinery: opcheck, gradcheck, compilation, autocast."""
+"""rope in place, and under opcheck, gradcheck, torch.compile and autocast."""
 
 import functools
 
@@ -58,7 +58,8 @@ def test_inplace_is_allowed_where_nothing_is_recorded(context):
 
 
 def test_the_operator_takes_two_dtypes():
-    """By the reference, for kernels have one; the public functions refuse them before."""
+    """The reference computes such calls; kernels take one dtype, and public
+    functions refuse two."""
     q, k = torch.randn(2, 9, 4, 16)
     cos, sin = (t[None] for t in table(9, 16))
 
@@ -130,7 +131,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(call, backend):
-    """One graph, forward and backward equal to eager."""
+    """Compiled to one graph, forward and backward equal eager mode."""
     if backend == "inductor":
         call = {"tables": "tables"}.get(call, "freqs")
     support.assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
@@ -144,7 +145,7 @@ def test_compile_in_place():
 
 @pytest.mark.parametrize("row", [-1, 5, 7])
 def test_compiled_call_reads_no_row_outside_the_table(row):
-    """The operator's own check must hold: a compiled call has had no other."""
+    """A compiled call skips the public function's checks, so the operator checks again."""
     around = torch.full((12, 16), 7.0)
     inside = around[2:7]
     compiled = torch.compile(
@@ -161,7 +162,7 @@ def test_compiled_call_reads_no_row_outside_the_table(row):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_autocast(dtype):
-    """q and k keep their dtype, bf16 from a linear layer or fp32; the arithmetic stays fp32."""
+    """q and k keep their dtype, fp32 or bf16 from a linear layer; the arithmetic stays fp32."""
     q, k = qkv(dtype=dtype)
     linear = torch.nn.Linear(16, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -201,7 +202,7 @@ STRIDED = {
 @pytest.mark.parametrize("call", FAKE_CALLS)
 @pytest.mark.parametrize("strides", STRIDED)
 def test_fake_is_like_real(call, strides):
-    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+    """Results and gradients have the shape, strides and dtype of real ones."""
     real = [STRIDED[strides](heads) for heads in (4, 2)]
-    for _ in range(2):  # a cache must not carry a fake tensor from one mode into another
+    for _ in range(2):  # twice, as no cache may carry a fake tensor from one mode to another
         support.assert_fake_is_like_real(support.with_gradients(FAKE_CALLS[call]), *real)

@@ -1,6 +1,6 @@
-"""torch_npu's modes of npu_rotary_mul that are no layout of pairs: refused, and what they are.
+"""Modes of torch_npu's npu_rotary_mul that are no pair layout of ours: refused, with an equivalent.
 
-And tables that require a gradient, which none of our rotations has.
+Tables that require a gradient are refused too, as none of our rotations computes it.
 """
 
 import pytest
@@ -20,7 +20,8 @@ def rotated(x, angles, **settings):
 
 
 def mode(x, turned, angles):
-    """npu_rotary_mul's formula: cos and sin are as wide as x."""
+    """npu_rotary_mul's formula. cos and sin are as wide as x, `turned` is x with
+    its pairs turned."""
     cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
     return x * cos + turned * sin
 

@@ -1,8 +1,8 @@
-"""Python runs this in each process of an unchanged slime or Relax. It stands in for packages that
-this machine lacks, and writes down what the trainer computes.
+"""Python runs this at the start of each process of an unchanged slime or Relax.
 
-Nothing of the trainer, Megatron-LM or MindSpeed is changed, but that it trains in fp32 (its bf16
-would hide differences) and writes its metrics into a file too.
+It provides stand-ins for packages that this machine lacks, and records what the trainer computes.
+The trainer, Megatron-LM and MindSpeed are unchanged with two exceptions: training is in fp32, as
+bf16 would hide differences, and metrics also go to a file.
 """
 
 import importlib.machinery
@@ -11,7 +11,7 @@ import sys
 
 
 class _After(importlib.machinery.SourceFileLoader):
-    """Runs a module, then the observer's function for it."""
+    """A loader that runs a module, then the observer's function for it."""
 
     def exec_module(self, module):
         super().exec_module(module)
@@ -47,6 +47,6 @@ if "SLIME_STOCK" in os.environ:
     slime_doubles.install({"acl": {}, "acl.rt": {}})
     acl = sys.modules["acl"]
     acl.get_soc_name = lambda: os.environ["NPU_OPS_EMULATOR_SOC"]
-    acl.rt = sys.modules["acl.rt"]  # Ray counts NPUs by it
+    acl.rt = sys.modules["acl.rt"]  # Ray counts NPUs by acl.rt
     acl.rt.get_device_count = lambda: (int(os.environ["NPU_OPS_EMULATOR_DEVICES"]), 0)
     sys.meta_path.insert(0, _Finder())

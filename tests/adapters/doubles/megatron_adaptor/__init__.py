@@ -1,1 +1,1 @@
-"""A double of MegatronAdaptor, which MindSpeed core_r0.18 builds upon."""
+"""A stand-in for MegatronAdaptor, on which MindSpeed core_r0.18 is built."""

@@ -1,7 +1,7 @@
-"""A double of MindSpeed: its patch manager, its list of features, and the features npu-ops meets.
+"""A stand-in for MindSpeed: its patch manager, its features, and functions that npu-ops meets.
 
-Written for these tests. MINDSPEED_DOUBLE chooses between core_r0.12, core_r0.16 and core_r0.18.
-These differ in the patches, in their order, and in what stays when patches are removed.
+Written for these tests. MINDSPEED_DOUBLE selects core_r0.12, core_r0.16 or core_r0.18. These differ
+in their patches, in the order of patches, and in what remains after patches are removed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The arguments of this process, to which `repatch` adds."""
+"""This process's arguments, to which `repatch` adds."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The patch manager: one record for each dotted name, with one function and any wrappers."""
+"""The patch manager: one record per dotted name, with one function and any number of wrappers."""
 
 import importlib
 import importlib.machinery
@@ -55,8 +55,7 @@ class Patch:
             setattr(module, self.orig_func_name, new)
 
     def _locate(self):
-        """Find the module, or the class in a module, and the attribute; create a missing one as
-        None."""
+        """Find the module or class, and its attribute; create a missing one as None."""
         if self.create_dummy:
             self._make_modules()
         try:

@@ -1,1 +1,1 @@
-"""A double of MindSpeed-Bridge: its layer of Gated Delta Net and its rope, for Qwen3.5."""
+"""A stand-in for MindSpeed-Bridge: its Gated Delta Net layer and its rope, for Qwen3.5."""

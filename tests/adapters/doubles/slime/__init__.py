@@ -1,1 +1,1 @@
-"""slime of August 2026, as far as the adapter meets it; see ../../test_slime.py."""
+"""The parts of slime of August 2026 that the adapter meets; see ../../test_slime.py."""

@@ -1,4 +1,4 @@
-"""A double of pyACL, which comes with CANN: it returns the architecture of the NPU."""
+"""A stand-in for pyACL, which is part of CANN: it returns the NPU's architecture."""
 
 import types
 

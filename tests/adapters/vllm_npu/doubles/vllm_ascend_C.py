@@ -1,6 +1,6 @@
-"""A double of vllm-ascend's native module: its operators of a Qwen model, in torch.
+"""A stand-in for vllm-ascend's native module: its operators for a Qwen model, in torch.
 
-The wheel's module needs CANN. Schemas are those that it registers.
+The wheel's module needs CANN. The schemas are those that it registers.
 """
 
 from __future__ import annotations

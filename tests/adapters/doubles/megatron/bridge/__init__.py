@@ -1,1 +1,1 @@
-"""A double of Megatron-Bridge: the parts of its Qwen3-VL that npu-ops patches, for tests."""
+"""A stand-in for Megatron-Bridge: the parts of its Qwen3-VL that npu-ops patches."""

@@ -1,4 +1,4 @@
-"""The unified list of features."""
+"""The list of features that MegatronAdaptor shares."""
 
 
 class FeaturesManager:

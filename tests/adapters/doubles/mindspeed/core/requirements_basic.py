@@ -2,7 +2,7 @@
 
 
 def dummy_compile(*args, **kwargs):
-    def wrapper(*fn_args, **fn_kwargs):  # passes on, without the signature and name of its function
+    def wrapper(*fn_args, **fn_kwargs):  # forwards, without the function's signature and name
         return args[0](*fn_args, **fn_kwargs)
 
     return wrapper if args else dummy_compile

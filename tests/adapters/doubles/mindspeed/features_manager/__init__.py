@@ -7,8 +7,7 @@ from mindspeed.features_manager.fusions.fused_rope import FusedRoPEFeature
 
 
 class RequirementsBasicFeature(MindSpeedFeature):
-    """The module that Megatron gets when it is imported; from core_r0.18 on it is
-    MegatronAdaptor's."""
+    """Patches the modules that Megatron imports. From core_r0.18 on MegatronAdaptor has it."""
 
     def __init__(self):
         super().__init__("requirements-basic", 0)

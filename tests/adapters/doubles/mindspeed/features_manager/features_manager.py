@@ -1,4 +1,4 @@
-"""The list of features; from core_r0.18 on a subclass of MegatronAdaptor's, which has methods."""
+"""The list of features; from core_r0.18 on a subclass of MegatronAdaptor's, with methods."""
 
 from mindspeed import BRANCH
 from mindspeed.patch_utils import MindSpeedPatchesManager

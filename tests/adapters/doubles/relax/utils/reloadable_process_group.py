@@ -2,7 +2,7 @@ import torch
 
 
 class ReloadableProcessGroup(torch.distributed.ProcessGroup):
-    """Passes the calls that it knows on to `group`."""
+    """Forwards the collectives that it knows to `group`."""
 
     def __init__(self, group):
         super().__init__(0, 1)

@@ -1,4 +1,4 @@
-"""GPUs of Ray, and their ids."""
+"""Ray's GPUs and their ids."""
 
 import ray
 from ray.util.placement_group import placement_group

@@ -2,7 +2,7 @@ import torch
 
 
 class ReloadableProcessGroup(torch.distributed.ProcessGroup):
-    """Passes calls on to `group`: those that it knows."""
+    """Forwards the collectives that it knows to `group`."""
 
     def __init__(self, group):
         super().__init__(0, 1)

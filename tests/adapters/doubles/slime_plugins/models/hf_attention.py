@@ -1,4 +1,4 @@
-"""As v0.2.2 has it: gradients of each rank, which has all of them, are added."""
+"""v0.2.2's: sums gradients over ranks although each rank has the whole gradient."""
 
 from megatron.core import tensor_parallel
 

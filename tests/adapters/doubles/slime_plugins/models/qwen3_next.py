@@ -1,4 +1,4 @@
-"""As v0.2.2 has it: the delta rule is not told where sequences end."""
+"""v0.2.2's: the delta rule does not get the ends of sequences."""
 
 
 def chunk_gated_delta_rule(x, cu_seqlens=None):

@@ -1,7 +1,7 @@
-"""A double of sgl-kernel-npu, which is not on PyPI and runs only on NPUs.
+"""A stand-in for sgl-kernel-npu, which is not on PyPI and runs only on NPUs.
 
-It has the functions that SGLang calls for a Qwen model, in torch or by npu-ops. Every other name
-can be imported, and raises when it is called.
+It has the functions that SGLang calls for a Qwen model, in torch or by npu-ops. All other names can
+be imported, and raise when called.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import types
 
 
 def absent(name):
-    """Return the value of a name that a module of this double does not define."""
+    """Return a function that raises, for a name that a module here does not define."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -23,14 +23,14 @@ def absent(name):
 
 
 class _Absent(types.ModuleType):
-    """A module that defines nothing."""
+    """A module without definitions of its own."""
 
     def __getattr__(self, name):
         return absent(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules without a file, after all other finders."""
+    """Finds modules that have no file, after all other finders."""
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith(f"{__name__}."):

@@ -1,5 +1,4 @@
-"""An operator of CANN that the emulated NPU lacks, in torch: write new keys and values to the
-cache."""
+"""In torch, a CANN operator that the emulated NPU lacks: write new keys and values to the cache."""
 
 import torch_npu
 

@@ -1,1 +1,1 @@
-"""A double of CANN's Python package, of which vllm-ascend names one function as it is imported."""
+"""A stand-in for CANN's Python package, of which vllm-ascend names one function at import."""

@@ -1,4 +1,4 @@
-"""The runtime: sleep mode copies weights by it."""
+"""The runtime, by which sleep mode copies weights."""
 
 
 def memcpy(*arguments):

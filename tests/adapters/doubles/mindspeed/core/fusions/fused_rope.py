@@ -54,5 +54,5 @@ if BRANCH == "core_r0.12":
 else:
 
     def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
-        # loses the group, as one version does
+        # drops the group, as one version does
         return _dispatch(t, freqs, config, cu_seqlens, mscale)

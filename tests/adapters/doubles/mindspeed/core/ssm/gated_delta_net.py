@@ -1,4 +1,4 @@
-"""core_r0.16's own layer, which imports its operators by value; core_r0.18 renames them."""
+"""core_r0.16's own layer, which imports its operators by value; core_r0.18 has other names."""
 
 from mindspeed import CALLS
 from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm  # noqa: F401

@@ -1,1 +1,1 @@
-"""A double of Relax's trainer. The real one imports MindSpeed first, if that is installed."""
+"""A stand-in for Relax's trainer. The real one imports MindSpeed first, if it is installed."""

@@ -11,14 +11,15 @@ class requests:  # noqa: N801  (the package, as far as it is asked for)
 
 
 class ServerArgs:
-    """No dataclass, but a record of SGLang's own."""
+    """Not a dataclass, but a record type of SGLang's own."""
 
     __records__ = ("tp_size", "port")
 
 
 class SGLangEngine:
     def __init__(self, begins=200):
-        self.begins, self.asked = begins, []  # begins: the server's answer to a session
+        # begins: what the server answers when a session begins
+        self.begins, self.asked = begins, []
 
     def _make_request(self, endpoint, payload=None):
         if endpoint == "begin_weight_update" and self.begins != 200:

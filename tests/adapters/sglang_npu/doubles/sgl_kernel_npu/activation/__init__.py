@@ -1,1 +1,1 @@
-"""Of the double."""
+"""Part of the stand-in."""

@@ -4,10 +4,10 @@ from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 
 
 def fused_sigmoid_mul(x, gate):
-    """Multiply by a gate for each element."""
+    """Multiply by one gate per element."""
     return x * gate.sigmoid()
 
 
 def fused_sigmoid_mul_broadcast(x, gate):
-    """Multiply by a gate for each row."""
+    """Multiply by one gate per row."""
     return x * gate.sigmoid()

@@ -1,4 +1,4 @@
-"""The kernel's parameters; npu-ops computes."""
+"""The kernel's parameters, computed by npu-ops."""
 
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 

@@ -6,7 +6,7 @@ from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 
 
 def fused_qkvzba_split_reshape_cat(qkvz, ba, key_heads, value_heads, keys, values):
-    """Split a projection that is grouped by key head: q, k, and v and z of its value heads."""
+    """Split a projection grouped by key head: q, k, then v and z of its value heads."""
     tokens, group = qkvz.shape[0], value_heads // key_heads
     wide, narrow = qkvz.view(tokens, key_heads, -1), ba.view(tokens, key_heads, -1)
     q, k, v, z = wide.split([keys, keys, group * values, group * values], dim=-1)
@@ -20,7 +20,7 @@ def fused_qkvzba_split_reshape_cat(qkvz, ba, key_heads, value_heads, keys, value
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(qkvz, ba, key_heads, value_heads, keys, values):
-    """Split a projection with q of all heads first, then k, v and z; b and a likewise."""
+    """Split a projection with q of all heads first, then k, v and z; b and a are split likewise."""
     wide, narrow = [key_heads * keys] * 2 + [value_heads * values] * 2, [value_heads] * 2
     q, k, v, z = qkvz.split(wide, dim=-1)
     b, a = (x.contiguous() for x in ba.split(narrow, dim=-1))

@@ -1,4 +1,4 @@
-"""Slots of the cache for new tokens, in torch."""
+"""Allocation of cache slots for new tokens, in torch."""
 
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 

@@ -2,6 +2,6 @@
 
 
 def l1_norm(x):
-    """Divide by the sum, in fp32."""
+    """Divide by the sum of the last dimension, in fp32."""
     wide = x.float()
     return wide / wide.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Computed by npu-ops, with the function its adapter uses if the kernel does not support a call."""
+"""Computed by npu-ops, with the function that its adapter uses for calls the kernel cannot run."""
 
 from npu_ops_adapters.sglang.split_gated_qkv import prefill as triton_split_qkv_rmsnorm_mrope
 

@@ -1,4 +1,4 @@
-"""The model, which has no argument `loss_mask`."""
+"""The model; its forward has no argument `loss_mask`."""
 
 import torch
 

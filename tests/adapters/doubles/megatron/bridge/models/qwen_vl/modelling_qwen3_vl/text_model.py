@@ -1,4 +1,4 @@
-"""Rotary embeddings: one without the argument that programs pass, and one that has it."""
+"""Rotary embeddings: one lacks the argument that programs pass, the other has it."""
 
 
 class Qwen3VLTextRotaryEmbedding:
