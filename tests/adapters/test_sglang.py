@@ -125,13 +125,7 @@ def test_disabled_the_engine_runs_its_own(tiny):
 
 CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 256]}  # whole pages
 CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
-<<<<<<< HEAD
-# Qwen4-Exp has pages of 64 tokens, and no cached prefix on a platform without snapshots of states.
-=======
-# Largest difference allowed after a picture; Qwen4-Exp's comes from prefill.
-PICTURES = {"qwen4exp": 2e-3}
 # Qwen4-Exp has pages of 64 tokens. Without state snapshots a platform caches none of its prefixes.
->>>>>>> w-tests
 CACHED_QWEN4 = {"cpu": [0] * 8, "npu": [0, 0, 0, 0, 0, 64, 128, 320]}
 CACHED_PICTURES_QWEN4 = {"cpu": [0, 0], "npu": [0, 64]}
 UNCACHED = {"disable_radix_cache": True, "chunked_prefill_size": 64}

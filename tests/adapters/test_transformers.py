@@ -114,7 +114,12 @@ def expected_calls_of(version: str, name: str, attention: bool) -> dict:
     return expected
 
 
-@pytest.mark.parametrize("version", OLDER)
+OLDEST_OFTEN = [
+    pytest.param(version, marks=[pytest.mark.slow] * (version != "4.57.6")) for version in OLDER
+]
+
+
+@pytest.mark.parametrize("version", OLDEST_OFTEN)
 def test_older_versions(version):
     """Runs in another process."""
     done = subprocess.run(
@@ -131,7 +136,7 @@ def test_older_versions(version):
     assert dict(lines) == expected, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("version", OLDER)
+@pytest.mark.parametrize("version", OLDEST_OFTEN)
 def test_nothing_of_an_older_version_is_refused(version):
     """doctor imports all of its models."""
     done = subprocess.run(

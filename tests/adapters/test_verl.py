@@ -13,6 +13,7 @@ import pytest
 from processes import HERE, environment
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path):
     path = environment(HERE, *fetch_verl.path(), OMP_NUM_THREADS="1")
     command = [sys.executable, str(HERE / "verl_ranks.py"), str(tmp_path / "store")]

@@ -36,9 +36,17 @@ def number(mistake: str) -> int:
 
 
 SOURCES = sorted(headers.kernel_sources().glob("*/*_ascendc.cpp"))
+OFTEN = ("gated_delta_rule_update", "rope")  # the largest one, and a plain one
+SOME = [
+    pytest.param(
+        source, id=source.parent.name,
+        marks=[] if source.parent.name in OFTEN else pytest.mark.slow,
+    )
+    for source in SOURCES
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("source", SOME)
 def test_a_device_has_nothing_against_our_kernels(source):
     assert device_side.findings(source) == []
 

@@ -41,7 +41,9 @@ def torchrun(ranks, name, *arguments, **variables):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("queue", ["1", "2", "0"])
+@pytest.mark.parametrize(
+    "queue", ["1", *(pytest.param(queue, marks=pytest.mark.slow) for queue in "20")]
+)
 def test_aten(queue):
     done = pytest_inside("aten", TASK_QUEUE_ENABLE=queue)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +85,7 @@ def test_triton_kernels_and_wrong_index_values_leave_no_tensor():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives(ranks):
     done = torchrun(ranks, "collectives.py")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +99,7 @@ def test_context_parallel():
     assert done.stdout.count("as on one rank") == 2
 
 
-@pytest.mark.parametrize("fault", ["killed", "mismatch"])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("mismatch", marks=pytest.mark.slow)])
 def test_broken_collective_ends_with_a_sentence(fault):
     done = emulate(
         sys.executable, str(INSIDE / "broken_collective.py"), fault, options=["--devices", "2"]

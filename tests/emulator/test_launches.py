@@ -75,7 +75,12 @@ def launched(folder, tokens: str = "128") -> dict:
     return {way: {step["name"]: step for step in steps} for way, steps in said.items()}
 
 
-@pytest.mark.parametrize("model", MOST)
+SELDOM = {"qwen3", "olmo_hybrid", "qwen4_exp"}  # half a minute each
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m in SELDOM)) for m in MOST]
+)
 def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
     """Checks one layer of each kind, and that there are far fewer launches than without npu-ops."""
     CONFIGURATIONS[model].save_pretrained(tmp_path)

@@ -47,6 +47,7 @@ def twin():
     return twins.compile(KERNELS / "doubling.cpp")
 
 
+@pytest.mark.slow
 def test_names_that_cann_has_beside_its_headers():
     assert twins.compile(KERNELS / "cann_names.cpp").kernels == ("cann_names",)
 

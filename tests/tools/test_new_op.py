@@ -95,6 +95,7 @@ def clone(tmp_path_factory):
     return Clone(tmp_path_factory.mktemp("clone"))
 
 
+@pytest.mark.slow
 def test_new_files_only(clone):
     done = clone.run("git", "status", "--porcelain", "--untracked-files=all").splitlines()
     assert {line.split()[0] for line in done} == {"??"}
@@ -102,6 +103,7 @@ def test_new_files_only(clone):
     assert all(file in clone.said for file in clone.files)
 
 
+@pytest.mark.slow
 def test_they_are_few_lines(clone):
     assert (
         sum(len((clone.folder / file).read_text().splitlines()) for file in clone.files)
@@ -109,6 +111,7 @@ def test_they_are_few_lines(clone):
     )
 
 
+@pytest.mark.slow
 def test_the_linters_pass(clone):
     clone.python("ruff", "check", "--no-cache", ".")
     clone.python("ruff", "format", "--no-cache", "--check", ".")
@@ -117,6 +120,7 @@ def test_the_linters_pass(clone):
     assert clone.pytest("tests/test_layout.py") > 100
 
 
+@pytest.mark.slow
 def test_what_every_op_promises_holds(clone):
     sweeps = (f"tests/ops/test_{name}.py" for name in SWEEPS)
     assert clone.pytest(*sweeps, "-m", "not slow", "-k", "toy or every_function_has") > 50
@@ -124,6 +128,7 @@ def test_what_every_op_promises_holds(clone):
     assert clone.pytest("tests/interpreted", "-k", "toy", TRITON_INTERPRET="1") > 3
 
 
+@pytest.mark.slow
 def test_tools_know_it(clone):
     shown = clone.python("npu_ops_tools", "parity", "--model", "qwen3.5-9b", "--tokens", "4")
     assert re.search(r"^toy +hidden +cpu ", shown, re.M)
@@ -131,6 +136,7 @@ def test_tools_know_it(clone):
     assert re.search(r"^toy +cpu", clone.python("npu_ops_tools", "doctor"), re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("soc", SOCS)
 def test_rows_of_any_width_compile(clone, soc):
     """Narrow rows, rows of exactly one tile, and rows that do not fit on chip."""
