@@ -77,8 +77,14 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("by", ["eager", "checkpointed"])
-@pytest.mark.parametrize("op", ops())
+def in_turn(op, *more):
+    """Mark all but every eighth op as slow: they take 10 s each."""
+    return pytest.param(op, *more, marks=[pytest.mark.slow] * (list(ops()).index(op) % 8 > 0))
+
+
+@pytest.mark.parametrize(
+    "op, by", [(op, "eager") for op in ops()] + [in_turn(op, "checkpointed") for op in ops()]
+)
 def test_no_tensor_outlives_its_call(op, by):
     """Runs up to 40 lengths, within 128 MiB of inputs.
 
@@ -103,11 +109,6 @@ def test_no_tensor_outlives_its_call(op, by):
     steps(range(1, 41))
     assert tensors_alive() == alive
     assert resident_bytes() - resident < 32 * 2**20
-
-
-def in_turn(op):
-    """Compiling an op takes 10 s, so `make test` has every fourth and `make test-all` has all."""
-    return pytest.param(op, marks=[] if list(ops()).index(op) % 4 == 0 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("op", [in_turn(op) for op in ops()])
