@@ -42,7 +42,7 @@ def causal_conv1d_qkv(
             current token.
         bias: `[D]`, of x's dtype or float32; or None.
         num_k_heads, num_v_heads, head_k_dim, head_v_dim: HK, HV, K and V. K and V are at most 256;
-        on an NPU, a K that is a power of two is fastest.
+            on an NPU, a K that is a power of two is fastest.
         initial_state: `[N, D, W]` of x's dtype, as in `causal_conv1d`. None: zeros.
         output_final_state: return the last W tokens of each sequence, as `causal_conv1d` does.
         activation: "silu", "swish" (the same) or None.

@@ -114,7 +114,8 @@ def causal_conv1d_qkv_backward(
 class _Plan:
     """How a launch divides the work.
 
-    A block of q or k holds whole heads: as many as fit if their size is a power of two, else one.
+    With the norm, a block of q or k holds whole heads: as many as fit if their size is a power of
+    two, else one.
     """
 
     def __init__(self, x, heads, starts, eps, most: int):

@@ -17,7 +17,7 @@ _INPUTS = (
 
 
 def _triton_keeps_no_states(arguments) -> str | None:
-    """Reject chunks shorter than 32: the kernel's own chunks are longer."""
+    """Reject chunks shorter than 32: the kernels compute longer ones and store no state within."""
     if arguments.chunk_size < 32:
         return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
     return triton_why_not(arguments)
