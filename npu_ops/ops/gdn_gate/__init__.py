@@ -64,7 +64,7 @@ def gdn_gate(
 def of_models(a, A_log, dt_bias, b, beta_scale, softplus_beta, softplus_threshold):
     """Compute g and beta with the PyTorch operators of transformers and Megatron, in their order.
 
-    So they have the same bits as in a trainer whose gates are not replaced.
+    The results have the bits of a trainer whose gates are not replaced.
     """
     raw = a.float() if dt_bias is None else a.float() + dt_bias
     g = -A_log.float().exp() * F.softplus(raw, softplus_beta, softplus_threshold)

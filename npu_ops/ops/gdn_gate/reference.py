@@ -28,7 +28,8 @@ def gdn_gate_backward(
 ):
     """Return the gradients of a, A_log, dt_bias and b (None without b).
 
-    Those of A_log and dt_bias are fp32 or fp64. That of dt_bias sums a's gradient before rounding.
+    The gradients of A_log and dt_bias are fp32 or fp64. The gradient of dt_bias is the sum of a's
+    gradient before that is rounded to a's dtype.
     """
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)

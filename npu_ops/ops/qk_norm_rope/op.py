@@ -42,7 +42,7 @@ def _gradients(inputs):
 
 
 def _lay_out(arguments):
-    """Make packed tokens a batch of one, and last dimensions contiguous, as in outputs."""
+    """View packed tokens as a batch of one, and make last dimensions contiguous."""
     packed = arguments.qkv.dim() == 2
     results = ("q", "k", "v", "gate")
     batched = ("qkv", "grad_qkv", *results, *(f"grad_{name}" for name in results))
