@@ -32,7 +32,7 @@ def causal_conv1d_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Apply `causal_conv1d` to q, k and v side by side, split them, and apply `l2norm` to q, k.
 
-    Computes in fp32 for every dtype and rounds once; the three separate ops round q and k twice.
+    Computes in fp32 (float64: in float64) and rounds once; the separate ops round q and k twice.
     Reads x once and stores no intermediate result. Gradients are deterministic.
 
     Args:

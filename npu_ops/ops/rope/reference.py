@@ -73,7 +73,7 @@ def halves(table, pair_layout, rotary_dim, layout):
 
 
 def over_heads(table, layout):
-    """Shape [B or 1, S, W] to multiply a tensor of `layout`."""
+    """Return a table [B or 1, S, W], shaped to broadcast over the heads of `layout`."""
     match layout:
         case "BSND":
             return table[:, :, None]
