@@ -176,7 +176,7 @@ class AttentionPlan:
         return dataclasses.asdict(self)
 
     def why_not(self, runs: str) -> str | None:
-        """Return None if `runs` runs this plan, else why its operators do not."""
+        """Return None if the plan chose an operator of the implementation `runs`, else why not."""
         if runs == self.runs:
             return None
         reasons = [f"{name}: {why}" for name, why in self.refused if _runs(name) == runs]

@@ -30,8 +30,8 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`.
 
-    Calls written for fla's function work. Computes in fp32 (float64: in float64) and rounds once. A
-    sequence is never mixed with another. Gradients are deterministic: partial sums, no atomics.
+    It accepts calls written for fla's function. It computes in fp32 (float64: in float64) and
+    rounds once. It never mixes sequences. Gradients are deterministic: partial sums, no atomics.
 
     Args:
         x: `[B, T, D]`, float32, bfloat16, float16 or float64. A strided view with contiguous

@@ -347,7 +347,7 @@ def causal_conv1d_backward(
     grad_y, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu,
     grad_x, grad_weight, grad_bias, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients; those of the bias and of the state unless they are None."""
+    """Write the gradients; grad_bias and grad_initial_state may be None."""
     batch, length, width = x.shape
     taps = weight.shape[1]
     block = min(BACKWARD_BLOCK, next_power_of_2(width))

@@ -251,7 +251,10 @@ def backward(
     call: Call, grad_y, grad_final_state, x, taps, bias, initial_state, silu, grad_x,
     grad_initial_state, strides,
 ):  # fmt: skip
-    """Write the gradients of x and of the state's columns but the first; return the sums."""
+    """Write the gradient of x, and that of the initial state but for its first column.
+
+    Return the sums for the gradients of the filter's W taps and of the bias: `[pieces, W + 1, D]`.
+    """
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     of_x, of_state = x.stride()[:2], strides(initial_state, 0, 2)
     of_final = strides(grad_final_state, 0, 2)

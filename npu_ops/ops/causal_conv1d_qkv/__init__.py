@@ -32,8 +32,8 @@ def causal_conv1d_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Apply `causal_conv1d` to q, k and v side by side, split them, and apply `l2norm` to q, k.
 
-    Computes in fp32 (float64: in float64) and rounds once; the separate ops round q and k twice.
-    Reads x once and stores no intermediate result. Gradients are deterministic.
+    It computes in fp32 (float64: in float64) and rounds once; the separate ops round q and k twice.
+    It reads x once and stores no intermediate result. Gradients are deterministic.
 
     Args:
         x: `[B, T, D]` with D = 2 HK K + HV V, float32, bfloat16, float16 or float64. A strided view

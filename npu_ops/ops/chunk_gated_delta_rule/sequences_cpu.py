@@ -256,7 +256,7 @@ def _by_whole_chunks(chunk_type, x: Inputs, initial_state, o, final_state, chunk
 def backward(chunk_type, x: Inputs, grad_o, grad_final_state, initial_state, *gradients) -> None:
     """Write the gradients: of q, k, v, g, beta, and the initial state unless it is None.
 
-    Stores the state before each chunk of the sequence that it works on.
+    For one sequence at a time, it stores the state before each chunk.
     """
     *of_tokens, grad_initial_state = gradients
     scratch, short = Scratch(), Short(x)

@@ -39,8 +39,8 @@ def fused_recurrent_gated_delta_rule(
     """Compute the gated delta rule: each token decays, updates and reads a state.
 
     For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
-    S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. The state stays in fp32. Calls written for
-    fla's function work. Unlike fla's function, this one has a gradient.
+    S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. The state stays in fp32. This function accepts
+    calls written for fla's. Unlike fla's function, it has a gradient.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a

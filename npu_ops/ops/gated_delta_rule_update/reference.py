@@ -1,6 +1,6 @@
 """Reference of Gated Delta Net's decoding step, in plain PyTorch.
 
-Computes in fp32 (fp64 for fp64 inputs). Reads indices and lengths on the host.
+It computes in fp32 (fp64 for fp64 inputs), and reads indices and lengths on the host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sequences(
     tokens, state_indices, cu_seqlens, num_accepted_tokens, intermediate_states,
     intermediate_state_indices,
 ):  # fmt: skip
-    """Iterate over the sequences that are not skipped and have tokens. Reads values on the host.
+    """Iterate over the sequences that are not skipped and have tokens; read values on the host.
 
     Yields for each sequence:
         begin, end: its tokens.

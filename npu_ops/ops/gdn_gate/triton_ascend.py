@@ -117,7 +117,7 @@ def _gdn_gate_backward_kernel(
     gg_row, gbeta_row, a_row, b_row, ga_row, gb_row, HAS_BIAS: tl.constexpr, BETA: tl.constexpr,
     PLAIN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients; a piece of work is `row_tiles` tiles and one row of each sum."""
+    """Write the gradients. Each piece of `row_tiles` tiles writes a row of A_sums and bias_sums."""
     across = tl.cdiv(heads, BH)
     pieces = tl.cdiv(rows, BT * row_tiles)
     for work in range(tl.program_id(0), pieces * across, tl.num_programs(0)):

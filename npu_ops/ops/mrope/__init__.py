@@ -30,7 +30,7 @@ def apply_multimodal_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by angles of three axes, in one launch.
 
-    Calls written for Hugging Face's Qwen2-VL work. `section_layout` says which axis owns a
+    It accepts calls written for Hugging Face's Qwen2-VL. `section_layout` says which axis owns a
     frequency. `pair_layout` says which elements rotate together. The two are independent. If the
     three axes have equal rows, the result equals `apply_rotary_pos_emb` exactly.
 

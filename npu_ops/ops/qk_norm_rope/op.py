@@ -35,7 +35,7 @@ def _outputs(inputs):
 
 
 def _gradients(inputs):
-    """Allocate the gradients; those of the weights, which are sums, in fp32 or fp64."""
+    """Allocate the gradients. Those of the weights are sums over tokens, so in fp32 or fp64."""
     wide = compute_dtype(inputs.qkv, inputs.q_weight, inputs.k_weight)
     weights = (dense_like(weight, wide) for weight in (inputs.q_weight, inputs.k_weight))
     return dense_like(inputs.qkv), *weights

@@ -18,7 +18,9 @@ def qk_norm_rope(
     The gate is None if not gated.
 
     qkv: [B, S, W], see `split`. cos, sin: [A, Bc, rows, W]; A is 3 with an mrope_section, else 1.
-    positions: None or [A, Bp, S] rows. Computes in fp32 (fp64 if an input is) and rounds once.
+    positions: None or [A, Bp, S] rows.
+
+    q and k are computed in fp32 (fp64 if an input is) and rounded once.
     """
     q, k, v, gate = split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
     wide = compute_dtype(qkv, q_weight, k_weight)

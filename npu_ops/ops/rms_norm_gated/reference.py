@@ -8,8 +8,8 @@ import torch
 def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation):
     """Compute rmsnorm(x) * weight * act(z), or rmsnorm(x * act(z)) * weight.
 
-    The norm is over the last dimension. weight broadcasts to x and z. Computes in fp32 (fp64 if an
-    input is fp64) and rounds once to x's dtype.
+    The norm is over the last dimension. weight broadcasts to x and z. The result is computed in
+    fp32 (fp64 if an input is fp64) and rounded once to x's dtype.
     """
     wide_x, w, wide_z = _widened(x, weight, z)
     gate = activate(wide_z, activation)

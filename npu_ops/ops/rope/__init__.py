@@ -29,8 +29,8 @@ def apply_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by their tokens' angles, in one launch.
 
-    Calls written for Hugging Face's function work. Computes in fp32 (float64: in float64) and
-    rounds once. Strided q and k (slices of a fused qkv) are read without a copy.
+    It accepts calls written for Hugging Face's function. It computes in fp32 (float64: in float64)
+    and rounds once. Strided q and k (slices of a fused qkv) are read without a copy.
 
     Args:
         q: `[B, S, N, D]`, `[S, B, N, D]`, `[B, N, S, D]` or `[T, N, D]`; float32, bfloat16, float16

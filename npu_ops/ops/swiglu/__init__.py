@@ -14,7 +14,7 @@ __all__ = ["swiglu"]
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `silu(gate) * up`, elementwise; silu(z) is `z / (1 + exp(-z))`.
 
-    Computes in fp32 (float64: in float64) and rounds once. transformers and Megatron round
+    It computes in fp32 (float64: in float64) and rounds once. transformers and Megatron round
     silu(gate) to the dtype before they multiply, so results may differ by one rounding. Only gate
     and up are saved for the backward, which computes silu(gate) again.
 

@@ -97,8 +97,8 @@ def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
 def converted(call: NamedTuple, transpose_state_layout: bool | None):
     """Convert a call of fla's delta rule to one of npu-ops, both as NamedTuples.
 
-    Drops arguments that no flag uses. Converts a half-precision state to fp32; its gradient gets
-    the state's dtype. transpose_state_layout is fla's former name for state_v_first.
+    It drops arguments that no flag uses, and converts a half-precision state to fp32, whose
+    gradient gets the state's dtype. transpose_state_layout is fla's former name for state_v_first.
     """
     if not call.use_gate_in_kernel:
         call = call._replace(A_log=None, dt_bias=None)

@@ -190,7 +190,7 @@ def _forget(registry, target: str, patch) -> None:
 
 
 def _feature() -> Any:
-    """Return the only instance in this process; lists of features are searched for it."""
+    """Return the process's one instance, so that it can be found in MindSpeed's feature lists."""
     if not _features:
         base = next(vars(sys.modules[m])[name] for m, name in _BASES.items() if m in sys.modules)
         _features.append(_class(base)())

@@ -29,7 +29,7 @@ _STAYS = f"; in graphs its own {_UPDATED}, where the plan chooses that"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the backend's methods; nothing without an NPU."""
+    """Patch the backend's methods. Without an NPU, patch nothing."""
     if not functions.on_npu():
         return
     for name, ours, note, signatures in (

@@ -61,7 +61,7 @@ def ours_of_experts(self, qkv, positions, forward_batch):
 
 
 def ours_gated(self, positions, hidden_states):
-    """As `ours`; also returns the gate, `[T, N * D]` or None."""
+    """Return what `ours` returns, and the gate, `[T, N * D]` or None."""
     q, k, v, gate = ours_gated_by_heads(self, positions, hidden_states)
     return q, k, v, gate if gate is None else gate.flatten(1)
 

@@ -47,7 +47,8 @@ def replaced(
 
     ours: takes the function's arguments and returns a function that computes the result, or raises
     TypeError or ValueError for an unsupported call.
-    signatures: transformers', of all known versions; the default is the signature of `ours`.
+    signatures: parameter names in all known versions of transformers; the default is those of
+    `ours`.
     """
     for model in models:
         make = functools.partial(falling_through, ours, op=op)

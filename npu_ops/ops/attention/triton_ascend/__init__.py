@@ -18,8 +18,8 @@ from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
 from npu_ops.ops.attention.triton_ascend.dropout import keep_bits
 from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
 
-# In decoding, the query heads that share a key head become rows of one tile per sequence, if these
-# are at most so many rows.
+# In decoding, the query heads that share a key head become rows of one tile per sequence, if there
+# are at most this many rows.
 SHARED_ROWS = 128
 SMALL_TILE = 32
 # Larger head dimension of q and v, at most -> (queries, keys) of a tile. Half of a tile's scores
