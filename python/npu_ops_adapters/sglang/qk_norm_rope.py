@@ -50,7 +50,7 @@ def ours(self, positions, hidden_states):
 
 
 def ours_of_experts(self, qkv, positions, forward_batch):
-    """As `ours`, for qkv that is already projected."""
+    """Return what `ours` returns, from qkv `[T, W]`, the projection's output."""
     if getattr(self, "use_fused_qk_norm_rope_cpu", False):
         raise functions.NotOursError("SGLang's own kernel for CPUs is asked for")
     check(self, qkv)
@@ -67,7 +67,10 @@ def ours_gated(self, positions, hidden_states):
 
 
 def ours_gated_by_heads(self, positions, hidden_states):
-    """As `ours_gated`, for Qwen3.5: the gate is `[T, N, D]`, a view of the projection."""
+    """Return what `ours_gated` returns, but the gate as `[T, N, D]`, a view of the projection.
+
+    Qwen3.5 uses this form.
+    """
     check(self, hidden_states)
     qkv, _ = self.qkv_proj(hidden_states)
     return prepared(self, positions, qkv, gated=bool(self.attn_output_gate))
