@@ -1,3 +1,3 @@
-"""The version, alone, so that the build reads it without importing torch."""
+"""The version, in a file of its own so that the build can read it without importing torch."""
 
 __version__ = "0.2.0"

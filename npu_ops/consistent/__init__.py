@@ -1,8 +1,9 @@
 """NPU_OPS_CONSISTENT: replaces operators of torch and torch_npu that models and trainers call.
 
-A trainer and a server often use operators that sum in another order or round at other places. With
-the replacements both get the same bits, whichever Python function they call. Each module replaces
-one kind of operator and lists them in `OPERATORS`.
+A trainer and a server often call different operators, which sum in different orders or round at
+different steps. With the replacements both compute the same bits, whichever Python function they
+call. Each module replaces one kind of operator and lists the replacements in `OPERATORS`,
+`OPERATORS_OF_TORCH_NPU` or `SHARED_WITH_TORCH_NPU`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Replace the operators in this process, once: NPU kernels, or CPU kernels if torch has no NPU.
+    """Replace the operators in this process: on the NPU, or on the CPU if torch_npu is not loaded.
+
+    A second call does nothing.
 
     Raises:
         RuntimeError: on a CPU without native kernels, which the matrix products need.
@@ -51,10 +54,11 @@ def remove() -> None:
 
 
 def _operators(device: str) -> list[tuple]:
-    """Return (namespace, operators, dispatch keys to replace them at).
+    """Return a list of (namespace, operators, dispatch keys to replace them at).
 
-    For some operators of torch_npu, npu-ops takes only some calls. These are replaced at
-    BackendSelect, which every call passes before it reaches its device's kernel.
+    npu-ops computes only some calls of `SHARED_WITH_TORCH_NPU` and passes the others on to
+    torch_npu. These operators are replaced at BackendSelect, which runs before the device's kernel.
+    So torch_npu's kernel stays registered, and `library.call_torch_npu` can still reach it.
     """
     keys = device, f"Autograd{device}"
     found = [("aten", products.OPERATORS | norms.OPERATORS, *keys)]
@@ -67,6 +71,9 @@ def _operators(device: str) -> list[tuple]:
 
 
 def _forget_what_was_traced() -> None:
-    """Clear the Python dispatcher's cache of these operators: it keeps kernels found in a trace."""
+    """Clear torch's Python dispatch cache of the aten operators.
+
+    Tracing fills this cache. It would still return the kernels from before the replacement.
+    """
     for name in products.OPERATORS | norms.OPERATORS:
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()

@@ -14,12 +14,13 @@ from npu_ops.consistent.products import with_rows
 from npu_ops.core.library import call_torch_npu
 from npu_ops.ops.grouped_linear import grouped_linear
 
-_DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # numbers that output_dtype uses
+# dtype -> the number that stands for it in output_dtype
+_DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 _BY_ROWS = 0  # group_type: groups divide the rows of x
 _ENDS, _COUNTS = 0, 1  # group_list_type: group_list has the end, or the length, of each group
 # drop_pad_mode: row indices are ordered by expert column, or by token
 _BY_COLUMNS, _BY_TOKENS = 0, 2
-_PLAIN = {"split_item", "output_dtype"}
+_PLAIN = {"split_item", "output_dtype"}  # arguments that a plain product may have, see `_is_plain`
 
 
 def weighted_sum(rows, place, weights=None) -> torch.Tensor:
@@ -39,15 +40,16 @@ def weighted_sum(rows, place, weights=None) -> torch.Tensor:
 
 
 def order_of(numbers) -> torch.Tensor:
-    """A stable argsort of the last dimension, int64.
+    """Return a stable argsort of the last dimension, int64.
 
-    numbers: integers below 2**24, which fp32 represents exactly. An NPU sorts fp32 on its cores,
-    but integers on its AI CPU.
+    numbers: integers below 2**24, so that fp32 represents them exactly. They are sorted in fp32
+    because an NPU sorts fp32 on its vector cores, but integers on its slower AI CPU.
     """
     return numbers.float().argsort(dim=-1, stable=True)
 
 
 def npu_grouped_matmul(x, weight, *, group_list=None, group_type=None, group_list_type=0, **others):
+    """Compute plain products (see `_is_plain`) with `grouped_linear`, others with torch_npu."""
     given = {"group_list": group_list, "group_type": group_type, "group_list_type": group_list_type}
     plain = group_type == _BY_ROWS and group_list_type in (_ENDS, _COUNTS)
     if not (plain and _is_plain(x, weight, group_list, others)):
@@ -59,6 +61,11 @@ def npu_grouped_matmul(x, weight, *, group_list=None, group_type=None, group_lis
 def npu_moe_token_unpermute(
     permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None
 ):
+    """Compute torch_npu's unpermute with `weighted_sum`.
+
+    Raises:
+        ValueError: `padded_mode` is True.
+    """
     if padded_mode:
         raise ValueError("padded_mode: got True, needs False with NPU_OPS_CONSISTENT")
     place = sorted_indices.long().view(-1, 1 if probs is None else probs.shape[1])
@@ -69,6 +76,11 @@ def npu_moe_finalize_routing(
     expanded_permuted_rows, skip1, skip2, bias, scales, expanded_src_to_dst_row,
     export_for_source_row, drop_pad_mode=0, k=1,
 ):  # fmt: skip
+    """Compute the sum over a token's experts with `weighted_sum`.
+
+    torch_npu still computes calls with skip1, skip2 or bias, without scales, or with another
+    drop_pad_mode.
+    """
     alone = all(x is None for x in (skip1, skip2, bias))
     if not alone or scales is None or drop_pad_mode not in (_BY_COLUMNS, _BY_TOKENS):
         return call_torch_npu(
@@ -104,7 +116,7 @@ def _matrices(weight) -> torch.Tensor:
 
 
 OPERATORS_OF_TORCH_NPU = {"npu_moe_token_unpermute": npu_moe_token_unpermute}
-# torch_npu keeps some calls of these.
+# torch_npu still computes some calls of these.
 SHARED_WITH_TORCH_NPU = {
     function.__name__: function for function in (npu_grouped_matmul, npu_moe_finalize_routing)
 }

@@ -1,8 +1,9 @@
-"""Norms round once and SwiGLU rounds twice, as in transformers with npu-ops.
+"""RMS norms of torch and torch_npu, and torch_npu's SwiGLU, rounded as in transformers.
 
-MindSpeed, vllm-ascend and verl call torch_npu's norms, Megatron calls torch's. All become
-`npu_ops.rms_norm`, which npu-ops also installs in transformers and SGLang. torch_npu's `npu_swiglu`
-rounds once; a transformers model also rounds the activation, so this one does.
+MindSpeed, vllm-ascend and verl call torch_npu's norms, Megatron calls torch's. All of them now call
+`npu_ops.rms_norm`, which rounds once; npu-ops also installs it in transformers and SGLang.
+torch_npu's `npu_swiglu` rounds once. A transformers model rounds silu(gate) and then the product,
+so this replacement rounds twice, too.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from npu_ops.ops import rms_norm as norm
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """Call `npu_ops.rms_norm`; PyTorch's own for several dimensions, float64, eps=None, or a weight
-    that is missing or of another dtype."""
+    """Call `npu_ops.rms_norm`.
+
+    PyTorch still computes norms over several dimensions, in float64, with eps=None, without a
+    weight or with a weight of another dtype.
+    """
     plain = weight is not None and weight.dtype is input.dtype and eps is not None
     if not plain or len(normalized_shape) != 1 or input.dtype is torch.float64:
         return torch.ops.aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
@@ -43,7 +47,7 @@ def npu_swiglu(input, dim=-1):
 
 @torch.no_grad()
 def _rstd(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return rstd, fp32 `[..., 1]`, which the vendor's norms return for their backward."""
+    """Return 1 / RMS of x, fp32 `[..., 1]`: torch_npu's norms return it for their backward."""
     return x.float().square().mean(-1, keepdim=True).add(epsilon).rsqrt()
 
 

@@ -1,9 +1,9 @@
-"""Matrix products: each is computed by `npu_ops.linear`.
+"""Matrix products, computed by `npu_ops.linear`.
 
 PyTorch's order of summation depends on the number of rows, so a decoded token gets other bits than
 in training. npu-ops replaces `linear`, `matmul`, and those calls of `conv3d` that embed image
-patches, which are matrix products. PyTorch keeps their gradients, `mm`, `bmm`, and all dtypes but
-fp32, bf16 and fp16.
+patches, which are matrix products. PyTorch still computes their gradients, `mm`, `bmm`, and all
+dtypes but fp32, bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _ours(x, matrix, dims: int = 2) -> bool:
 
 
 def with_rows(name, x):
-    """Return `x` if its memory holds plain rows, as the kernels need.
+    """Return `x` if it is in ND format, as the kernels need.
 
     Raises:
-        ValueError: it has a private format of the vendor.
+        ValueError: `x` has a private format of the vendor, e.g. FRACTAL_NZ.
     """
     if why := formats.format_why_not(x):
         raise ValueError(

@@ -133,7 +133,7 @@ def scale(name: str, value) -> None:
 def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:
     """Raise ValueError if a call cannot run in place.
 
-    That is so if a tensor is not `writable`, or autograd needs a gradient of any tensor.
+    It cannot if a tensor in `written` is not `writable`, or if any tensor requires a gradient.
     """
     writable(written, read, elementwise)
     if not torch.is_grad_enabled():
@@ -159,10 +159,11 @@ def no_gradient(tensors: dict, why: str) -> None:
 def writable(written: dict, read: dict, elementwise: bool = False) -> None:
     """Raise ValueError unless the tensors in `written` can be overwritten; None values are skipped.
 
-    Each element needs its own memory, and none may share memory with a tensor in `read`.
+    Each element needs its own memory, and none may share memory with another tensor in `written` or
+    `read`.
 
-    elementwise: the kernel reads an element before it writes it, so a tensor in `read` may be the
-    same memory as a written one, element for element.
+    elementwise: True if the kernel reads each element before it overwrites it. A tensor in `read`
+    may then have the same memory and layout as a written one.
     """
     # Traced tensors have no memory yet: the operator's fake kernel does this check for them.
     traced = library.is_traced()

@@ -36,7 +36,7 @@ class View(NamedTuple):
     """How to make one tensor argument of the implementation from the call's inputs and outputs.
 
     place: index of the argument. source: index of the input or output that it comes from.
-    size, stride: of the view to take; None if it is the source itself.
+    size, stride: of the view; None if the argument is the source itself.
     """
 
     place: int
@@ -50,9 +50,9 @@ class Decision:
 
     Args:
         implementation: the implementation that runs.
-        outputs: the call's outputs; None for those that are not wanted.
-        arguments: the implementation's arguments.
-        views: how to make its tensor arguments.
+        outputs: the call's outputs; None for those that the caller does not want.
+        arguments: the implementation's arguments; tensors among them are not kept.
+        views: how to make its tensor arguments in a later call.
     """
 
     def __init__(self, implementation, outputs: Sequence, arguments: Sequence, views: list[View]):
@@ -82,7 +82,10 @@ class Decision:
 
 
 class Decisions:
-    """The decisions of one operator. tensors: number of tensors at the start of its inputs."""
+    """The decisions of one operator.
+
+    tensors: number of tensor arguments, which come first in its inputs.
+    """
 
     def __init__(self, tensors: int):
         self._tensors = tensors
@@ -100,8 +103,11 @@ class Decisions:
         return self._found.get(key)
 
     def keep(self, key: tuple, implementation, inputs, outputs, arguments) -> None:
-        """Store a decision, or None if an argument is a copy, so that such calls are never
-        cached."""
+        """Store the decision under `key`.
+
+        If a tensor argument is not a view of exactly one input or output, e.g. a copy, store None:
+        calls with this key are then decided anew each time.
+        """
         if key in self._found:
             return
         if len(self._found) >= MOST:
@@ -113,7 +119,10 @@ class Decisions:
 
 
 def _views(arguments: Sequence, sources: Sequence) -> list[View] | None:
-    """Return how to make each tensor argument; None if one is not a view of exactly one source."""
+    """Return how to make each tensor argument from the sources.
+
+    None if an argument is not a view of exactly one source.
+    """
     views = []
     for place, x in enumerate(arguments):
         if isinstance(x, torch.Tensor):

@@ -26,10 +26,12 @@ def are_right(starts: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
 
 
 def pass_through(states, to, starts: torch.Tensor | None) -> None:
-    """Write the final states of a call without tokens: its initial states, or 0 if there are none.
+    """Write the final states of a call without tokens to `to`.
 
-    They are NaN if starts are invalid. Backward passes use it for the gradients of states, too. to:
-    None if the states are not wanted.
+    They are the initial states, 0 without initial states, or NaN if starts are invalid. Backward
+    passes call this function for gradients of states, too.
+
+    states: initial states, or None. to: tensor to write; None if the caller needs no final states.
     """
     if to is None:
         return
@@ -55,8 +57,8 @@ def before_conversion(call, **converted: bool):
 
     converted: argument name -> whether PyTorch converts that argument before the operator runs.
 
-    The conversion then gets gradients of 0 at such tokens. Otherwise it could multiply 0 by NaN,
-    and sums over tokens would be NaN as well. With invalid starts nothing is zeroed, so gradients
+    An unowned token may hold NaN. In the conversion's backward, a gradient of 0 times this NaN
+    would be NaN, and so would sums over tokens. With invalid starts nothing is zeroed, so gradients
     become NaN.
     """
     starts, tokens = call.cu_seqlens, call.q.shape[1]

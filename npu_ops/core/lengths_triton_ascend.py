@@ -1,4 +1,4 @@
-"""One launch after a kernel that sets the results of unowned tokens to 0 or NaN: see lengths.py."""
+"""A launch after an op's kernel: sets results of unowned tokens to 0 or NaN, see lengths.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops.core.grid import next_power_of_2, vector_grid
 # STARTS: sequence starts checked per step. BLOCK: elements of a row written per step.
 STARTS = 1024
 BLOCK = 2048
-# Most tensors of one launch.
+# Maximum number of tensors per launch.
 MOST = 5
 
 
@@ -81,12 +81,12 @@ def _finish_kernel(
 
 
 def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None, states=()) -> None:
-    """Set the rows of unowned tokens in outputs `[1, tokens, ...]`; if starts are invalid, all to
-    NaN.
+    """Set the rows of unowned tokens to 0; if starts are invalid, set all rows and states to NaN.
 
     starts: contiguous int32, see `int32_starts`; None: do nothing. If every token belongs to a
     sequence, the launch only checks the starts.
-    states: `[N, ...]`, each row contiguous, or None; set to NaN if the starts are invalid.
+    outputs: `[1, tokens, ...]`, or None.
+    states: `[N, ...]`, each row contiguous, or None.
     """
     if starts is None:
         return

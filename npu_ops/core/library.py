@@ -68,7 +68,7 @@ def operator(schema: str, run, fake, elementwise: bool = False) -> Callable:
     Args:
         run: computes the outputs on any device.
         fake: makes outputs with the right shapes and dtypes, and computes nothing.
-        elementwise: of an operator that writes to its arguments, see `memory.apart`.
+        elementwise: for an operator that writes to its arguments, see `memory.apart`.
 
     Returns:
         The function that calls the operator, see `caller`.
@@ -119,7 +119,7 @@ def differentiable(name: str, backward, save=None) -> None:
     kernels.
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         backward: called with the context and the outputs' gradients; returns the inputs' gradients.
         save: called with the context, the inputs and the output; stores in the context what
             backward needs.
@@ -216,15 +216,16 @@ def is_transformed() -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether tensors belong to a compiler or a torch.func transform, and have no memory."""
+    """Return whether a compiler or a torch.func transform is active: its tensors have no memory."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
     """Return whether tensors have memory with values, and no mode or autograd observes the call.
 
-    False under a compiler, a dispatch mode or a transform, and where autograd records; for a tensor
-    subclass, a meta or batched tensor, a zero tensor without memory and a negated view.
+    False under a compiler, a dispatch mode or a transform, and if autograd records the call. Also
+    False for a tensor subclass, a meta or batched tensor, a zero tensor without memory, and a
+    negated view.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
@@ -322,7 +323,7 @@ def build_info() -> dict:
 
 
 def say_what_is_broken() -> None:
-    """Warn if native kernels are installed but do not load, so that PyTorch computes instead."""
+    """Warn if native kernels are installed but do not load: PyTorch then computes instead."""
     if build_info()["broken"]:
         log.once(native_why_not())
 

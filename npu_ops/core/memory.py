@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-# (stride, least, most): adds `stride` times any factor in least..most to an address, in bytes.
+# (stride, least, most): a dimension moves an address by `stride` bytes times a factor, which is any
+# integer in least..most.
 Term = tuple[int, int, int]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -17,11 +18,12 @@ def apart(
     read: dict[str, torch.Tensor | None],
     elementwise: bool = False,
 ) -> None:
-    """Raise ValueError if a tensor in `written` shares memory with any other; None values are
-    skipped.
+    """Raise ValueError if a tensor in `written` shares memory with any other tensor.
 
-    elementwise: the kernel reads an element before it writes it, so a tensor in `read` may be the
-    same memory as a written one, element for element.
+    None values are skipped.
+
+    elementwise: True if the kernel reads each element before it overwrites it. A tensor in `read`
+    may then have the same memory and layout as a written one.
     """
     changed = [(name, x, *_place(x)) for name, x in written.items() if x is not None]
     others = [(name, x, *_place(x)) for name, x in read.items() if x is not None]
@@ -52,7 +54,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
         return False
     if not terms[-1][0]:
         return True
-    # For two elements, look at the first dimension in which they differ: the second is ahead there.
+    # Take two elements and the first dimension in which their indices differ; of the two, the
+    # second has the larger index there. Test each dimension as that first one.
     for i, (stride, _, most) in enumerate(terms):
         inner = [(s, -n, n) for s, _, n in terms[i + 1 :]]
         if _reaches(0, [(stride, 1, most), *inner], 1 - size, size - 1):
@@ -78,7 +81,7 @@ def _layout(x) -> tuple[list[int], list[int]]:
 
 
 def _number(n) -> int:
-    """Return a size as an int without adding a guard: for a symbolic size its hint, or 0."""
+    """Return a size as an int; for a symbolic size its hint or 0, so that no guard is added."""
     return n if isinstance(n, int) else n.node.hint or 0
 
 
@@ -110,7 +113,8 @@ def _reaches(value: int, terms: Sequence[Term], low: int, high: int) -> bool:
     if not terms:
         return low <= value <= high
     common = math.gcd(*(stride for stride, _, _ in terms))
-    # the largest value up to high that multiples of the strides' divisor reach
+    # The sum differs from `value` by a multiple of the strides' greatest common divisor: compare
+    # the largest such sum that is at most high.
     if (high - value) // common * common + value < low:
         return False
     (stride, least, most), *inner = terms

@@ -59,11 +59,12 @@ class Argument:
 class Operator:
     """A torch operator that allocates its outputs and lets an implementation write them.
 
-    Calling it calls the torch operator once. An output that is not wanted is returned with no
-    elements.
+    Calling it calls the torch operator once. An output that the caller does not want is returned
+    as a tensor without elements.
 
     Args:
-        name: of the operator. `op`, the folder it lives in, is the same unless given.
+        name: name of the operator.
+        op: its folder in npu_ops/ops; the default is `name`.
         signature: inputs of the implementations in torch's schema syntax, tensors first; a
             `Tensor(a!)` is written in place. After the arrow: names of the outputs; one with a `?`
             may be None.
@@ -79,16 +80,17 @@ class Operator:
             The fields must follow each other in the signature.
         is_empty: whether a call needs no kernel, from a NamedTuple of the implementations'
             arguments; by default, whether its first output has no elements.
-        empty: writes the outputs of such a call; the default is zeros, the sum over nothing.
+        empty: writes the outputs of a call without a kernel; the default writes zeros, because a
+            sum over nothing is 0.
         zeroed: whether to zero the outputs before a kernel runs, from a NamedTuple of all inputs.
             Needed if kernels skip elements, e.g. tokens after the last sequence.
         check_indices: raises ValueError for invalid index values in host memory, from a NamedTuple
             of the implementations' arguments, before any implementation runs.
         aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls. "first": they come
-            first. "behind": they come after our kernels, and run only if NPU_OPS_IMPL or a table of
-            `npu-ops tune` chooses them.
-        fla_npu: fla_npu has an operator for it, which the op's `fla_npu.py` calls. It comes last of
-            the NPU implementations.
+            before all other implementations. "behind": they come after our kernels, so NPU_OPS_IMPL
+            or a table of `npu-ops tune` must choose them.
+        fla_npu: fla_npu has an operator for it, which the op's `fla_npu.py` calls. It is the last
+            of the NPU implementations.
         ascendc: the op has an AscendC kernel and a native launcher of it. The Triton kernel comes
             before it, because the vendor's compiler compiles that one on this machine.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
@@ -323,9 +325,9 @@ class InPlace:
     """An operator that writes its outputs over its inputs; its name ends with a `_`.
 
     Args:
-        forward: the operator that it is the in-place form of.
+        forward: the operator whose in-place form this is.
         over: output name -> name of the input it overwrites, e.g. {"out": "x"}.
-        elementwise: an element is read before it is written, see `memory.apart`.
+        elementwise: True if kernels read each element before they overwrite it, see `memory.apart`.
     """
 
     def __init__(self, forward: Operator, over: Mapping[str, str], elementwise: bool = False):
@@ -366,11 +368,12 @@ class Backward(Operator):
 
     It writes `grad_<input>`, which is returned in the input's dtype. It has no gradient itself.
 
-    The gradient of an unused output is zeros. If the signature says that it may be None: it is None
-    for an optional output that is absent, and for any other output that is unused.
+    If an output is unused, its gradient is zeros. A gradient declared as `Tensor?` is None instead,
+    unless the output is optional: then it is None only if the forward did not return the output.
 
     Args:
-        passed: inputs whose gradient equals that of an output or of another input: name -> name.
+        passed: input name -> name of an output or of another input, whose gradient is also the
+            gradient of this input.
         Otherwise as `Operator`; lay_out, why_not, groups, is_empty, check_indices, ascendc and
         cpu_in_python default to the forward's.
     """
@@ -399,7 +402,7 @@ class Backward(Operator):
         given = [*gradients, *kept, *needs]
         self._order = [given.index(argument.name) for argument in self.inputs]
         optional = {argument.name for argument in self.takes if argument.is_optional}
-        # For each output: may its gradient be None, and may the output itself be None.
+        # For each output: whether its gradient may be None, whether the output itself may be None.
         self._may_be_none = [
             (name in optional, output.is_optional)
             for name, output in zip(gradients, forward.writes, strict=True)

@@ -34,7 +34,7 @@ _FIELDS = frozenset(
 )
 _MAX_BYTES, _MAX_WIDTH, _MAX_US = 4 * 2**20, 2**63, 1e12
 
-# Device types whose tables were compared with the other ranks'. The registry reads this.
+# Device types whose table was compared with the tables of the other ranks. The registry reads this.
 settled: set[str] = set()
 # Implementation names of each op. The registry fills this.
 implementations: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ Orders = dict[Class, list[str | None]]
 
 
 def class_of(args: tuple) -> tuple[Class, int]:
-    """Return (dtype, last dimension) and the bit length of the size, of the first tensor."""
+    """Return the first tensor's class, (dtype, last dimension), and the bit length of its numel."""
     first = args[0]
     width = first.size(-1) if first.dim() else 0
     return (first.dtype, width), first.numel().bit_length()
@@ -201,7 +201,7 @@ def fingerprint(device: str) -> str:
 
 
 def settle(device: str) -> None:
-    """Compare the table for a device type with the other ranks' of the default process group.
+    """Compare this rank's table for a device type with those of the default group's other ranks.
 
     Raises:
         RuntimeError: another rank has another table.

@@ -32,7 +32,7 @@ def threshold(p: float) -> int:
 def scale(p: float) -> float:
     """Return the factor for kept elements: 1 over the probability that `threshold(p)` keeps one.
 
-    That probability is 1 - p up to rounding, so dropout keeps the expectation exactly.
+    `threshold` rounds p. Dividing by the rounded probability keeps the expectation exact.
     """
     return 65536 / (65536 - threshold(p))
 
@@ -74,7 +74,7 @@ def philox4x32(counter, key, rounds: int = 10) -> tuple[torch.Tensor, ...]:
 
 
 def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and low 32 bits of a * b. In 16-bit limbs: a * b may exceed an int64."""
+    """Return the high and low 32 bits of a * b; uses 16-bit limbs, as a * b may overflow int64."""
     low = a * (b & 0xFFFF)
     middle = a * (b >> 16) + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -156,7 +156,8 @@ def _fold(tensors):
         elif shape[dim] != 1:
             levels.append((shape[dim], strides))
     nothing = 1, [0] * len(tensors)
-    # a single level becomes the outer one: the tile shape depends on the inner one
+    # A single level becomes the outer one. `launch_rows` chooses BI, a constexpr, by the inner
+    # size, and would otherwise compile the kernel again for another number of rows.
     if len(levels) < 2:
         levels = [nothing, *levels]
     return (*levels, nothing)[:2] if len(levels) <= 2 else None

@@ -66,8 +66,8 @@ def launch_rows(kernel, tensors, tile: int, *scalars) -> None:
 
     The kernel's arguments: the tensors, outer, inner, `scalars`, outer and inner stride of each
     tensor, D, and the tile's BO, BI and BD.
-    tile: most elements of a tile, a power of 2 (`tile_elements`). Wider rows are cut into blocks of
-    `tile` columns.
+    tile: maximum number of elements of a tile, a power of 2 (`tile_elements`). Wider rows are cut
+    into blocks of `tile` columns.
     """
     outer, inner, width = tensors[0].shape
     bd = min(max(NARROWEST, next_power_of_2(width)), tile)

@@ -1,6 +1,6 @@
 """NPU_OPS_LOG=shadow:N: compare every Nth call of an op with its reference.
 
-Such a call takes as long as the reference and three times the memory, and it waits for the device.
+Such a call also runs the reference, holds three copies of its arguments, and waits for the device.
 On a mismatch the call is written to a file, which `npu-ops replay` can compute again on any
 machine.
 """

@@ -1,4 +1,4 @@
-"""Packed sequences over the ranks of a group: which tokens of which sequences each rank has.
+"""Packed sequences split over the ranks of a group: which tokens of which sequences a rank has.
 
 Every rank gets the starts of all sequences. Nothing here waits for a device: if lengths on a device
 are invalid, this rank's lengths become invalid as well, and results become NaN.
@@ -20,13 +20,13 @@ _WRONG = -1  # first start of invalid lengths
 
 
 class Span(NamedTuple):
-    """One rank's part of all tokens. Ranks follow each other; positions count all tokens."""
+    """One rank's part of all tokens: ranks hold consecutive parts. N: number of sequences."""
 
     # [N + 1]: starts of the part of each sequence that is on this rank, often empty
     starts: torch.Tensor
     # [1]: tokens of the first sequence here that are on earlier ranks; may be 0
     before: torch.Tensor
-    entering: torch.Tensor  # [1]: number of that first sequence
+    entering: torch.Tensor  # [1]: index of that first sequence
     leaving: torch.Tensor  # bool [T]: tokens of the sequence in which the span ends
     # bool [ranks]: whether a rank ends in a sequence that began on an earlier rank
     passes: torch.Tensor
@@ -43,7 +43,7 @@ def check(group, layout: str, initial_state, cu_seqlens) -> None:
 
 
 def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
-    """Return this rank's span of `tokens` tokens. Ranks may have different numbers, also none."""
+    """Return this rank's span of `tokens` tokens; other ranks may have more, fewer or none."""
     counts = all_gather(torch.tensor([tokens], dtype=torch.int64, device=cu_seqlens.device), group)
     ends = counts[:, 0].cumsum(0)
     begins = ends - counts[:, 0]

@@ -44,8 +44,8 @@ def modules() -> frozenset[str]:
 def plan() -> Statuses:
     """Return what `apply` would do with each patch, as a list that prints as a table.
 
-    The `state` of a row is READY, APPLIED, WAITING for its module, DISABLED, REFUSED or LEFT to a
-    framework's registry; see `npu_ops_adapters.patching`.
+    The `state` of a row is READY, APPLIED, WAITING (its module is not imported), DISABLED, REFUSED
+    or LEFT (to a framework's registry); see `npu_ops_adapters.patching`.
     """
     _adopt()
     return patching.plan(patches())
@@ -77,8 +77,8 @@ def revert() -> Statuses:
     """Restore every replaced object, and stop watching imports.
 
     Returns:
-        One row per patch: REVERTED, or OVERWRITTEN if someone else has replaced the object since;
-            their replacement stays.
+        One row per patch: REVERTED, or OVERWRITTEN if other code has replaced the object since;
+        that replacement stays.
     """
     npu_ops_import_hook.unwatch()
     _adopt()
@@ -86,19 +86,19 @@ def revert() -> Statuses:
 
 
 def load_plugins() -> None:
-    """Make the frameworks that load npu-ops as a plugin load it now, as they do at startup."""
+    """Let frameworks that load npu-ops as a plugin at startup load it now."""
     for framework in _frameworks():
         getattr(framework, "load_plugins", lambda: None)()
 
 
 def imported(module: str) -> None:
-    """Run by the import hook after `module` has been executed, the first time or again."""
+    """Apply the patches of `module`. The import hook calls this after each execution of it."""
     patching.forget(module)
     patching.apply(patches(), ready=module)
 
 
 def awaited(module: str) -> None:
-    """Run by the import hook just before `module` is executed."""
+    """Tell frameworks that `module` is about to be executed. The import hook calls this."""
     for framework in _frameworks():
         getattr(framework, "awaited", lambda module: None)(module)
 

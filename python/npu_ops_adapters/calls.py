@@ -14,7 +14,7 @@ from npu_ops.core import env
 DEVICES = ("cpu", "npu")
 
 
-# With NPU_OPS_CONSISTENT the original of these must not run: its bits differ.
+# Ops whose original must not run with NPU_OPS_CONSISTENT, because its bits differ.
 RULES = ("chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule")
 
 
@@ -45,19 +45,19 @@ def inconsistent(op: str, reason: Exception) -> RuntimeError:
 
 
 def check_device(x: torch.Tensor) -> None:
-    """Raise ValueError for a device that npu-ops does not replace kernels on."""
+    """Raise ValueError unless x is on a device on which npu-ops replaces kernels."""
     if x.device.type not in DEVICES:
         raise ValueError(f"got device {x.device}, needs {' or '.join(DEVICES)}")
 
 
 def token_by_token(*, gk=None, gv=None, **call):
-    """Run the recurrent rule.
+    """Run the recurrent gated delta rule.
 
-    With NPU_OPS_CONSISTENT=1, and neither gk nor gv, it calls training's function,
-    `chunk_gated_delta_rule`, which then runs token by token.
+    With NPU_OPS_CONSISTENT=1, and neither gk nor gv, it calls `chunk_gated_delta_rule`, as training
+    does; that function then runs token by token.
 
     Raises:
-        RuntimeError: with NPU_OPS_CONSISTENT=chunks: the states lack the unfinished chunk.
+        RuntimeError: NPU_OPS_CONSISTENT is "chunks", and the states carry no unfinished chunk.
     """
     if env.settings.consistent and gk is gv is None:
         if env.settings.consistent == "chunks":

@@ -17,7 +17,7 @@ from npu_ops.core.collective import all_gather
 
 
 def why_not(config) -> str | None:
-    """Return None, or why layers with this TransformerConfig keep their own attention."""
+    """Return None, or why npu-ops does not replace attention for this TransformerConfig."""
     size = getattr(config, "context_parallel_size", 1)
     if size == 1:
         return None
@@ -29,7 +29,10 @@ def why_not(config) -> str | None:
 
 
 def group_of(collection):
-    """Return the context-parallel group: of a layer's process groups, else Megatron's own."""
+    """Return the context-parallel group from a layer's process groups, else Megatron's global one.
+
+    collection: the layer's process groups, or None.
+    """
     group = getattr(collection, "cp", None)
     state = sys.modules["megatron.core.parallel_state"]
     return state.get_context_parallel_group() if group is None else group
@@ -39,7 +42,7 @@ def group_of(collection):
 
 
 def in_order(x: torch.Tensor, group) -> torch.Tensor:
-    """Gather this rank's `[s, ...]` into the tokens of all ranks in order, `[ranks * s, ...]`."""
+    """Gather the `[s, ...]` of all ranks and return their tokens in order, `[ranks * s, ...]`."""
     chunks = all_gather(x, group).unflatten(1, (2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
@@ -63,11 +66,14 @@ def chunks_of(group) -> tuple[int, int]:
 
 
 class Packed(NamedTuple):
-    """This rank's chunks as packed sequences, and which gathered rows are their keys."""
+    """This rank's chunks as packed sequences, and which gathered rows are their keys.
 
-    queries: torch.Tensor  # where the chunks start, in host memory
-    keys: torch.Tensor
-    rows: torch.Tensor
+    All tensors are in host memory.
+    """
+
+    queries: torch.Tensor  # int32 [2 N + 1]: starts of the chunks, then the end of the last
+    keys: torch.Tensor  # int32 [2 N + 1]: the same for the keys of each chunk
+    rows: torch.Tensor  # int64: the gathered row of each key
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -77,7 +83,8 @@ class Packed(NamedTuple):
 def packed(starts: torch.Tensor, group, causal: bool) -> Packed | None:
     """Plan the attention of this rank's chunks, for packed sequences that start at `starts`.
 
-    starts: `[N + 1]`, in host memory. None: a sequence does not divide into 2 chunks per rank.
+    starts: `[N + 1]`, in host memory. Returns None if a sequence does not divide into 2 equal
+    chunks per rank.
     """
     if (starts.diff() % (2 * group.size())).any():
         return None

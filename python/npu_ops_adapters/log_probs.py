@@ -1,7 +1,8 @@
 """Shared by megatron, slime, verl: log-probabilities of labels, computed as servers do.
 
-SGLang and vLLM take log_softmax of logits in fp32. This does the same, one block of rows at a time.
-Besides the logits and their gradient it needs `BLOCK` bytes, and one fp32 number per row.
+SGLang and vLLM compute log_softmax of the logits in fp32. This module does the same for one block
+of rows at a time. So besides the logits and their gradient it needs memory for one block (`BLOCK`
+bytes of fp32 logits) and for one fp32 number per row.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.T
     """Return log_softmax(logits)[..., labels] in fp32 (fp64 for fp64), differentiable in logits.
 
     Args:
-        logits: [..., V]. With a group, each rank has V of the vocabulary's V * ranks columns, in
+        logits: `[..., V]`. With a group, each rank has V of the vocabulary's V * ranks columns, in
             the order of ranks.
-        labels: [...], int64, of the whole vocabulary.
+        labels: `[...]`, int64, indices into the whole vocabulary.
         group: the ranks that share the vocabulary; None or a group of one: this process alone.
 
     Returns:
-        [...].
+        `[...]`, fp32 or fp64.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if group is not None and group.size() == 1:
@@ -55,7 +56,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _blocks(first, *others):
-    """Split tensors with equal numbers of rows into blocks; the first tensor has the columns."""
+    """Split tensors of equally many rows into blocks of rows, sized by the first's columns."""
     count = max(1, BLOCK // (4 * max(1, first.shape[1])))
     return zip(*(x.split(count) for x in (first, *others)), strict=True)
 

@@ -66,11 +66,10 @@ class NotOursError(ValueError):
 
 @contextlib.contextmanager
 def committed() -> Iterator[None]:
-    """Make errors fatal: a state is already written, so the framework's function cannot run
-    instead.
+    """Make errors in a block fatal: a state is written, so the framework's function must not run.
 
     Raises:
-        RuntimeError: for a TypeError or a ValueError.
+        RuntimeError: the block raised a TypeError or a ValueError.
     """
     try:
         yield
@@ -92,14 +91,15 @@ def refuse(**given) -> None:
 
 
 def read_slots(pool: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return copies of the slots. Padding, index -1, gets a copy of slot 0."""
+    """Return copies of the slots `indices` of a pool; an index of -1 (padding) gets slot 0."""
     return pool[indices.clamp(min=0).long()]
 
 
 def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the slots, skipping padding (index -1), without waiting for the device.
+    """Write values to the slots, skipping padding (index -1), without waiting for the device.
 
-    A padded row repeats the first real one. If all are padding, slot 0 keeps its value.
+    A padded row repeats the write of the first real row. If all rows are padding, slot 0 is
+    overwritten with its own value.
     """
     if not indices.numel():
         return
@@ -108,13 +108,12 @@ def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
     rows = torch.where(real, make.counted(real.numel(), device=real.device), first)
     slots = indices[rows].clamp(min=0).long()
     values = values[rows].to(pool.dtype)
-    # `real[first]` would wait for the device
+    # real.any(), because `real[first]` would wait for the device.
     pool[slots] = torch.where(real.any(), values, pool[slots])
 
 
 def tokens_of_sequences(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return `[T, ...]` without the padding behind the last start, if starts are on the
-    CPU; and T."""
+    """Return x `[T, ...]` and T. If starts are on the CPU, drop x's padding behind the last one."""
     tokens = x.shape[0]
     return (x[: int(starts[-1])], tokens) if starts.device.type == "cpu" else (x, tokens)
 
@@ -126,11 +125,9 @@ def padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def check_pool(name: str, pool: torch.Tensor, x: torch.Tensor, setting: str) -> None:
-    """With NPU_OPS_CONSISTENT, require that the pool stores x without rounding: training has no
-    pool.
+    """Raise ValueError if NPU_OPS_CONSISTENT is set and the pool's dtype would round x.
 
-    Raises:
-        ValueError: the pool's dtype rounds x. setting: the option that selects that dtype.
+    Training has no pool, so it does not round there. setting: the option that selects the dtype.
     """
     if env.settings.consistent and torch.promote_types(pool.dtype, x.dtype) != pool.dtype:
         raise ValueError(

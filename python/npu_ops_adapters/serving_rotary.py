@@ -6,9 +6,9 @@ import npu_ops
 
 
 def rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_style):
-    """Rotate heads `[T, N * D]` or `[T, N, D]` by the angles of positions `[T]`.
+    """Rotate query and key `[T, N * D]` or `[T, N, D]` by the angles of positions `[T]`.
 
-    A row of the cache has cosines, then sines.
+    cos_sin_cache: `[rows, rotary_dim]`; a row has cosines, then sines.
     """
     tokens = query.shape[0]
     cos, sin = cos_sin_cache.chunk(2, dim=-1)
@@ -26,10 +26,10 @@ def rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_
 
 
 def rotate_by_embedding(embedding, positions, query, key):
-    """Rotate heads with an embedding module's table; positions are `[T]`, or `[3, T]` with
-    sections.
+    """Rotate query and key with an embedding module's cache.
 
-    mrope_interleaved selects the axis of each frequency; is_neox_style which elements form a pair.
+    positions: `[T]`, or `[3, T]` for an embedding with mrope sections. The module's
+    mrope_interleaved is the section layout, its is_neox_style the pair layout.
     """
     if positions.dim() == 1:
         return rotate(
@@ -50,7 +50,10 @@ def rotate_by_embedding(embedding, positions, query, key):
 
 
 def norm_and_rotate(attention, positions, qkv, **options):
-    """Return q, k and v with their heads flattened, and the gate, from a layer's projection."""
+    """Split, normalize and rotate a layer's projection qkv `[T, W]`.
+
+    Returns q, k and v, `[T, heads * D]`, and the gate `[T, N, D]` or None.
+    """
     embedding, norm = attention.rotary_emb, attention.q_norm
     sections = {}
     if positions.dim() == 2 and getattr(embedding, "mrope_section", None):

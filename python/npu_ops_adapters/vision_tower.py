@@ -1,7 +1,7 @@
 """Shared by sglang, transformers, vllm: positions in the vision tower of Qwen3-VL and Qwen3.5.
 
-Each framework computes the position embedding with other roundings, and servers round the table of
-angles. Here each number is rounded once.
+Each framework rounds the position embedding at other places, and servers round the table of angles
+to the tower's dtype. Here each number is rounded once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 def position_embedding(tower, grid_thw) -> torch.Tensor:
     """Return the position embedding of images, `[T, D]`: a square table, interpolated to each grid.
 
-    tower: SGLang's or vLLM's vision model.
+    tower: a vision model of SGLang, vLLM or transformers 4.
     grid_thw: `[images, 3]`, patches in time, height and width, as a list or a tensor.
     """
     table = tower.pos_embed
@@ -24,8 +24,8 @@ def position_embedding(tower, grid_thw) -> torch.Tensor:
 def corners(grid_thw, side: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the four table rows around each patch, int64 `[4, T]`, and their weights, fp32.
 
-    Positions are computed in fp64 on the host. In fp32 a patch that is on a row of the table falls
-    beside it. An image's patches are ordered in blocks of `merge` squared.
+    Positions are computed in fp64 on the host: in fp32, rounding would move patches that lie
+    exactly on a row of the table. An image's patches are ordered in blocks of merge x merge.
     """
     grids = ([int(n) for n in grid] for grid in grid_thw)
     images = [_corners(height, width, side, merge, frames) for frames, height, width in grids]
@@ -51,8 +51,7 @@ def _corners(height, width, side, merge, frames):
 
 
 def _between(count, side):
-    """For `count` points evenly spread over a side, return the index before and after, with
-    weights."""
+    """Spread `count` points evenly over a side; return indices before and after, with weights."""
     points = torch.linspace(0, side - 1, count, dtype=torch.float64, device="cpu")
     before = points.long()
     share = points - before

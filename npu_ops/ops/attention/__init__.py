@@ -61,30 +61,30 @@ def attention(
     NaN: a masked element, also one with a bias of -inf, may hold a NaN. On the CPU it affects no
     result, whether it is in q, k, v or a gradient. On an NPU this holds for k only, in the forward
     pass without a bias; elsewhere a tile's matrix product computes 0 times NaN (see
-    docs/evidence/numerics.md). The backward pass draws the dropout mask again.
+    docs/evidence/numerics.md).
 
     Args:
         q: `[B, S, N, D]` in the order of `layout`: BSND, BNSD, SBND, or TND for packed sequences
             `[T, N, D]`; BSH and SBH fold heads and dimension, `[B, S, N * D]`.
-        k, v: as q, with a length of their own. N must be a multiple of their heads; v may have
-            another D. With a block_table they are `[blocks, block_size, N, D]`, for BNSD `[blocks,
-            N, block_size, D]`, and with num_key_value_heads also `[blocks, block_size, N * D]`.
-        num_heads, num_key_value_heads: for BSH and SBH; the latter defaults to num_heads.
+        k, v: `[B, Sk, Nk, D]` in the order of `layout`. N must be a multiple of Nk; v may have
+            another D. With a block_table they are `[blocks, block_size, Nk, D]`, for BNSD `[blocks,
+            Nk, block_size, D]`, and with num_key_value_heads also `[blocks, block_size, Nk * D]`.
+        num_heads, num_key_value_heads: N and Nk for folded heads; Nk defaults to N.
         is_causal: a query attends only to keys up to its own position.
         causal_alignment: if q and k differ in length, the diagonal of is_causal and window goes
             through the last query and key ("bottom_right") or the first ("top_left", as in torch's
             SDPA).
         window: (left, right), the number of keys before and after the diagonal to attend to; -1 for
             all.
-        attn_mask: bool, True attends: `[Sq, Sk]`, or `[B, N, Sq, Sk]` where each may be 1. It is
-            the whole mask, so it excludes is_causal and window.
+        attn_mask: bool, True where a query attends to a key: `[Sq, Sk]`, or `[B, N, Sq, Sk]` in
+            which any dimension may be 1. It is the whole mask, so it excludes is_causal and window.
         bias: added to the scores; shapes as attn_mask, q's dtype or float32. Differentiable.
         cu_seqlens_q, cu_seqlens_k: for TND, int32 or int64 `[n + 1]`: the starts of n sequences,
             then the end of the last. The first is 0, the last at most the number of tokens.
             cu_seqlens_k defaults to cu_seqlens_q. Results and gradients of tokens behind the last
             sequence are 0.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths; None: the number of tokens.
-        seqlens_k: int32 or int64 `[n]`: the number of keys that each sequence has. Required with a
+        seqlens_k: int32 or int64 `[n]`: the number of keys of each sequence. Required with a
             block_table.
         block_table: int32 `[n, ..]`: the blocks of a paged cache that hold each sequence's keys.
             Such a call has no gradient.
@@ -92,7 +92,7 @@ def attention(
         softcap: c: scores become `c tanh(score / c)`, before the bias.
         sinks: `[N]`: one extra score per head, without a value. Differentiable.
         dropout_p: probability of dropping a weight, in steps of 2**-16; the kept weights are
-            divided by the probability of being kept.
+            divided by the probability of being kept. The backward pass draws the same mask again.
         deterministic: results and gradients have the same bits in every run.
         return_lse: also return the log of the softmax's denominator.
         cu_seqlens_cpu, seqlens_k_cpu: the same lengths in host memory, as tensors or lists of ints
@@ -100,9 +100,9 @@ def attention(
         generator: for dropout, on q's device; None: the device's default generator.
 
     Returns:
-        out in q's layout, dtype and heads, with v's D. With return_lse also an fp32 tensor (fp64 if
-        q is) `[B, N, Sq]`, for TND `[N, T]`. Index values on a device are not checked: no memory
-        outside a tensor is read or written, and a block outside the cache reads as NaN.
+        out: shape, layout and dtype of q, with v's D. With return_lse also an fp32 tensor (fp64 if
+        q is) `[B, N, Sq]`, for TND `[N, T]`. Index values on a device are not checked. Invalid
+        ones access no memory outside a tensor, and a block outside the cache reads as NaN.
 
     Raises:
         TypeError: a dtype is not supported, or dtypes differ; only autocast converts tensors.

@@ -1,8 +1,8 @@
 """Attention by torch_npu's operators, with the arguments that the plan chooses.
 
-The inference operators return the log of the softmax's denominator. The training operators return a
-maximum and a sum for each row, from which the log is computed. The backward gets the log as the
-maximum, with a sum of 1, so nothing else has to be saved.
+The inference operators return lse, the log of the softmax's denominator. The training operators
+return a maximum and a sum for each row, from which lse is computed. The backward operators get lse
+as the maximum and 1 as the sum, so only lse is saved.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def attention_backward(
 
 
 def _owned(starts, read, written=()):
-    """Return the tokens of `[1, heads, tokens, ...]` that belong to sequences: operators need that.
+    """Return views of tensors `[1, heads, tokens, ...]` without the tokens after the last sequence.
 
-    Sets the tokens after the last sequence to 0 in the tensors that are `written`.
+    torch_npu's operators take no such tokens. They are set to 0 in the tensors in `written`.
     """
     if starts is None:
         return *read, *written
@@ -118,7 +118,7 @@ def _told(plan: AttentionPlan, q, k, extra: Extra) -> dict:
 
 
 def _spelled(plan: AttentionPlan) -> dict:
-    """Return the keys before and after the diagonal. Only v2 spells "tokens" correctly."""
+    """Return the arguments for the keys before and after the diagonal; v1 spells them "tockens"."""
     name = "tokens" if plan.operator.endswith("v2") else "tockens"
     return {f"pre_{name}": plan.pre_tokens, f"next_{name}": plan.next_tokens}
 
@@ -168,8 +168,10 @@ def _ends(starts) -> list[int]:
 
 
 def _mask(plan: AttentionPlan, q, k, extra: Extra):
-    """Return the mask, True masks. A dense mask is expanded: the operator misreads
-    broadcast rows."""
+    """Return the operator's mask, in which True hides a key.
+
+    A dense mask is expanded, because the operator misreads broadcast rows.
+    """
     if plan.mask == "none":
         return None
     if plan.mask == "compressed":
@@ -218,5 +220,8 @@ def _normal(x, plan: AttentionPlan, batch: int, heads: int):
 
 
 def _blocks(cache):
-    """Return `[blocks, heads, size, dim]`, or `[blocks, size, heads * dim]` if rows come first."""
+    """Return `[blocks, heads, size, dim]`; `[blocks, size, heads * dim]` if memory has that order.
+
+    cache: `[blocks, heads, size, dim]`, any strides.
+    """
     return cache if cache.is_contiguous() else cache.transpose(1, 2).flatten(2)

@@ -26,8 +26,8 @@ class Extra(NamedTuple):
     """The optional tensors of a call.
 
     bias: `[B or 1, N or 1, Sq or 1, Sk]`, q's dtype or fp32.
-    mask: bool of such a shape, True attends. Bias and mask may have any strides; neither is allowed
-    with packed or paged keys.
+    mask: bool of the same shapes, True where a query attends to a key. Bias and mask may have any
+    strides; neither is allowed with packed or paged keys.
     sinks: fp32 `[N]` (fp64 if q is).
     cu_seqlens_q, cu_seqlens_k: int32 or int64 `[n + 1]`; the first is 0, the last at most the
     number of tokens.
@@ -84,13 +84,14 @@ class Rule(NamedTuple):
 
 
 def last_seen(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> int:
-    """Return n such that query i sees key j if j <= i + n: dense sequences, no left window."""
+    """Return n: query i attends to key j if j <= i + n. For dense sequences, no left window."""
     if rule.window_right < 0:
         return k.shape[2]
     return rule.window_right + (k.shape[2] - q.shape[2] if rule.bottom_right else 0)
 
 
-# BNSD with S and N swapped: one transpose costs less host time than a permute of all axes.
+# Layouts that are BNSD with S and N swapped. For them, `normal` and `in_layout` use one transpose,
+# which takes less host time than a permute of all axes.
 _SWAPPED = ("BSND", "TND")
 
 
@@ -174,7 +175,7 @@ def _in_normal_form(call):
 
 
 def keys_of(call) -> int:
-    """Return the most keys that a sequence may have; for packed sequences, the total number."""
+    """Return the maximum number of keys of a sequence; for packed sequences, of all together."""
     keys = call.k.shape[2]
     return keys if call.block_table is None else keys * call.block_table.shape[1]
 

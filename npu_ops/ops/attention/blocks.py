@@ -16,8 +16,10 @@ _SCORES = 1 << 20  # scores per block: 4 MiB, which fits the cache
 
 
 class Pairs(NamedTuple):
-    """Tensors that belong to pairs of queries and keys, see `arguments.Extra`. rows: for
-    dropout."""
+    """Optional tensors that apply to pairs of a query and a key, see `arguments.Extra`.
+
+    rows: int64, shape of lse: number of each row, for dropout's random numbers.
+    """
 
     bias: torch.Tensor | None
     mask: torch.Tensor | None
@@ -40,7 +42,7 @@ class Block(NamedTuple):
         return x[:, :, self.key : self.key_end]
 
     def pairs(self, x):
-        """Return the block of a tensor that may have one row for all queries."""
+        """Return the block of a bias or mask, which may have one row for all queries."""
         x = x if x.shape[2] == 1 else self.rows(x)
         return x[..., self.key : self.key_end]
 
@@ -67,9 +69,10 @@ def backward(
 
 
 def all_finite(*tensors) -> bool:
-    """Return whether no element is NaN or infinite. (False also if a sum overflows.)
+    """Return whether no element is NaN or infinite. Also False if a sum overflows.
 
-    Finite values may be multiplied by 0 for masked pairs. With others `_times_of_part` is used.
+    Masked pairs have weight 0. If a result is not finite, 0 times NaN or infinity may have reached
+    it, so callers compute again with `_times_of_part`, which leaves masked pairs out.
     """
     return all(math.isfinite(_sum(x)) for x in tensors)
 
@@ -191,7 +194,7 @@ def _times(x, y, scores=None):
 
 
 def _times_of_part(x, y, scores):
-    """Return x @ y as `_times` does, for scores in which masked pairs are -inf."""
+    """Return x @ y as `_times` does, but leave out masked pairs: their scores are -inf."""
     product = weighted(_folded(x, y), _folded(scores != -torch.inf, y), y)
     return product.unflatten(2, (x.shape[1] // y.shape[1], -1)).flatten(1, 2)
 
@@ -208,5 +211,5 @@ def _folded(x, like):
 
 
 def _of_part(x, scores):
-    """Set masked pairs to 0, whatever value they have."""
+    """Set masked pairs to 0, even if they are NaN."""
     return x.masked_fill(scores == -torch.inf, 0)

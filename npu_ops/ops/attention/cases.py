@@ -12,21 +12,19 @@ from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, 
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
-# Against fp64 on the same inputs. fp32 arithmetic; with bf16 and fp16, weights are also rounded
-# before the product with values, as in other implementations.
+# Against fp64 on the same inputs. Implementations compute in fp32. With bf16 and fp16 they also
+# round the weights before the product with the values.
 TOLERANCES = tolerances((1e-13, 1e-12), (2e-6, 5e-6), (2e-3, 4e-3), (1e-2, 2e-2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Shapes of a call: q has `tokens` tokens, k and v have `more` in addition (may be negative).
+    """Shapes of a call: q has `tokens` tokens, k and v have `tokens + more` (more may be negative).
 
-    keys: "dense"; "packed": tokens is the total of all sequences; "padded", "paged": tokens per
-    sequence.
+    keys: "dense", "padded", "paged" or "packed". Packed: `tokens` is the total of all sequences.
     sequences: number of packed sequences, whose lengths differ; otherwise the batch size.
-    bias: "none", "row" (one for all queries) or "full".
-    block_size: of paged keys.
-    large: takes seconds.
+    bias: "none", "row" (one row for all queries) or "full".
+    block_size: tokens per block of a paged cache.
     """
 
     name: str

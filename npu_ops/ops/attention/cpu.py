@@ -21,10 +21,12 @@ from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import operator_of
 
 _WINDOW = 256  # queries per block, if they have windows
-_FEW = 128  # keys: more than torch's flash attention ever processes one at a time
-# Numbers of queries for which fp32 is faster, by dtype and whether backward. Measured with 4 to 32
-# heads of 72 to 256: fp16 takes up to twice as long as fp32, in backward 10 to 20 times; bf16
-# backward 1.1 to 3 times.
+# From this many keys on, torch's flash attention never processes keys one at a time, see
+# `_may_hide_nan`.
+_FEW = 128
+# (dtype, whether backward) -> numbers of queries for which fp32 is faster. Measured on a CPU with 4
+# to 32 heads of head_dim 72 to 256, relative to fp32: fp16 takes up to twice as long, its backward
+# 10 to 20 times as long; bf16's backward 1.1 to 3 times as long.
 _FASTER_IN_FP32 = {
     (torch.float16, False): range(33, sys.maxsize),
     (torch.float16, True): range(3, sys.maxsize),
@@ -129,7 +131,7 @@ def attention_backward(
 
 
 def _rows(lse, rule: Rule):
-    """Return the number of each row for dropout's random numbers, in lse's shape."""
+    """Return the number of each row, in lse's shape, for dropout's random numbers."""
     return make.counted(lse.numel()).view(lse.shape) if rule.dropout_p else None
 
 
@@ -227,8 +229,9 @@ def _gathered(used, length: int):
 class Span(NamedTuple):
     """A range of queries and keys for one call of torch's flash attention.
 
-    causal: use torch's causal mask, which starts at the first key. mask: another mask.
-    more: the same queries also have keys in the previous span.
+    causal: use torch's causal mask, whose diagonal starts at the first key.
+    mask: another mask, bool; None for no other.
+    more: the previous span has the same queries with other keys, so merge the results.
     """
 
     block: blocks.Block
@@ -238,7 +241,7 @@ class Span(NamedTuple):
 
 
 def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
-    """Yield the calls to make; queries in none of them have no key."""
+    """Yield the calls to make; a query that is in none of them has no key."""
     shift = keys - queries if rule.bottom_right else 0
     if rule.window_left >= 0 or rule.window_right > 0:
         for block in blocks.blocks(queries, keys, _WINDOW, rule):
@@ -298,8 +301,7 @@ def _all(x):
 
 
 def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
-    """Return the tensors, which have q's dtype, or fp32 copies if flash attention is faster
-    then."""
+    """Return the tensors, or fp32 copies if flash attention is faster in fp32. q comes first."""
     q = tensors[0]
     slow = q.shape[2] in _FASTER_IN_FP32.get((q.dtype, backward), ())
     if slow or (backward and q.dtype == torch.bfloat16 and not _multiplies_bf16()):
@@ -311,7 +313,8 @@ def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
 def _multiplies_bf16() -> bool:
     """Return whether torch has bf16 matrix products for this CPU (on x86 from AVX-512 on).
 
-    Otherwise one takes 5 to 100 times as long as in fp32. (The forward multiplies in fp32.)
+    Without them a bf16 product takes 5 to 100 times as long as in fp32. Only the backward asks: the
+    forward multiplies in fp32.
     """
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -363,8 +366,9 @@ def _backward(
 ) -> None:  # fmt: skip
     """Write the gradients of all spans.
 
-    The softmax runs over all spans, so each call gets the output and the denominator of all. own:
-    the gradients are not views, so their memory may be replaced.
+    The softmax runs over all spans, so each call gets the output and the lse of all spans.
+
+    own: the gradients are not views, so their memory may be replaced.
     """
     finite_lse = lse.masked_fill(lse == -torch.inf, 0)  # so that weights are 0, not exp(-inf + inf)
     spans = list(_spans(q.shape[2], k.shape[2], mask, rule))

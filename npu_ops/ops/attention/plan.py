@@ -20,8 +20,8 @@ class AttentionSpec:
     """Description of an attention call.
 
     layout: of q: BSND, BNSD, SBND, BSH, SBH, or TND for packed queries.
-    kv_heads: None: as heads.
-    value_dim: None: as head_dim.
+    kv_heads: None: equal to heads.
+    value_dim: head dimension of v; None: equal to head_dim.
     dtype: e.g. "bfloat16".
     query_length, key_length: of a sequence, or of the longest; None if unknown.
     same_lengths: packed sequences have as many queries as keys.
@@ -119,7 +119,7 @@ class AttentionSpec:
 
     @property
     def mask_kind(self) -> str:
-        """A key of `table.MASKS`, or "window from the top left", which has no sparse mode."""
+        """Return a key of `table.MASKS`, or "window from the top left", without a sparse mode."""
         if self.mask or self.prefix:
             return "dense"
         left, right = self.window or (-1, -1)
@@ -176,7 +176,7 @@ class AttentionPlan:
         return dataclasses.asdict(self)
 
     def why_not(self, runs: str) -> str | None:
-        """Return None if `runs` runs this plan, else why its operators do not."""
+        """Return None if the plan chose an operator of the implementation `runs`, else why not."""
         if runs == self.runs:
             return None
         reasons = [f"{name}: {why}" for name, why in self.refused if _runs(name) == runs]
@@ -340,8 +340,10 @@ def _cache_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 
 def _input_layout(operator: Operator, spec: AttentionSpec) -> str:
-    """Return the operator's input_layout; multiple queries per sequence of a paged cache are
-    packed."""
+    """Return the operator's input_layout.
+
+    With a paged cache and several queries per sequence, the queries are packed: TND.
+    """
     if operator.runs != "aclnn":
         return spec.layout
     if spec.keys == "paged" and spec.query_length != 1:

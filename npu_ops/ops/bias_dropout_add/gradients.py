@@ -1,7 +1,8 @@
 """The gradients of bias_dropout_add, which `Backward` cannot express.
 
-The residual's gradient is the output's. The gradient of a bias with x's shape is x's, in the bias's
-dtype. If nothing is dropped, no kernel runs. The backward can be differentiated again.
+The gradient of the residual is the output's gradient. A bias with x's shape has the same gradient
+as x, in its own dtype. If nothing is dropped, no kernel of ours runs. The backward can be
+differentiated again.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _gradients(ctx, grad):
 def _of_sum(ctx, grad, dtype, row_dtype):
     """Return the gradient of x + bias, and its sum over rows unless row_dtype is None.
 
-    If nothing is dropped, the gradient is `grad` itself, and torch sums rows in as wide a dtype as
-    the kernel.
+    If nothing is dropped, the gradient is `grad` itself. torch then sums over rows, and accumulates
+    in as wide a dtype as our kernel.
     """
     (rng_state,) = ctx.saved_tensors
     if rng_state is None and row_dtype in (None, grad.dtype):

@@ -20,7 +20,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 # with a drawn mask).
 TILE = tile_elements(96)
 WIDEST = 512  # columns: 1 KiB of contiguous bf16 is enough for efficient transfers
-# Number of pieces that the rows are divided into to sum them.
+# Maximum number of pieces into which the backward divides the rows to sum over them.
 PIECES = 48
 
 
@@ -170,10 +170,10 @@ def _bias_dropout_add_backward_kernel(
     grad, rng_state, grad_x, partials, rows, width, lane_width, row_tiles, threshold, scale,
     DROPS: tl.constexpr, SUM: tl.constexpr, BR: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients. A work item is `row_tiles` tiles, one below the other; its sums are a row
-    of partials.
+    """Compute grad_x, and the sums over rows in `partials` `[pieces, width]`.
 
-    The sums are in eight variables, because a tile of them could not be indexed by lane.
+    A work item is `row_tiles` tiles, one below the other. Its sums are a part of one row of
+    partials. They are in eight variables, because Triton cannot index a tile by lane.
     """
     across = tl.cdiv(lane_width, BJ)
     pieces = tl.cdiv(rows, BR * row_tiles)
@@ -219,8 +219,8 @@ def _bias_dropout_add_backward_kernel(
 def bias_dropout_add_backward(grad, rng_state, p, grad_x, grad_bias):
     """Write the gradient of x, and of a [h] bias unless grad_bias is None.
 
-    Sums over rows are combined via `partials`, one row per piece, so no atomics are needed and the
-    result is deterministic.
+    Each piece of rows has its own row in `partials`, which are summed at the end. So no atomics are
+    needed, and the result is deterministic.
     """
     width = grad.shape[-1]
     rows = grad.numel() // width

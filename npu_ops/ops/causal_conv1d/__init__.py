@@ -28,10 +28,10 @@ def causal_conv1d(
     has_initial_state: torch.Tensor | None = None,
     pad_slot_id: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`. Takes fla's calls.
+    """Compute `act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`.
 
-    Computes in fp32 for every dtype and rounds once. Sequences do not see each other. Gradients are
-    deterministic: partial sums, no atomics.
+    It accepts calls written for fla's function. It computes in fp32 (float64: in float64) and
+    rounds once. It never mixes sequences. Gradients are deterministic: partial sums, no atomics.
 
     Args:
         x: `[B, T, D]`, float32, bfloat16, float16 or float64. A strided view with contiguous
@@ -75,7 +75,7 @@ def causal_conv1d(
             x and of the initial state are NaN, and a pool stays unchanged); with conv_state, a
             gradient is required, or on the CPU a slot is outside the pool or used twice (on a
             device, a slot outside the pool acts like pad_slot_id).
-        RuntimeError: such slots in a compiled call.
+        RuntimeError: in a compiled call on the CPU, a slot is outside the pool or used twice.
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
     """
@@ -118,7 +118,7 @@ def _prepare(
     activation=None, cu_seqlens=None, cp_group=None, cp_layout="contiguous", conv_state=None,
     conv_state_indices=None, has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
-    """Return the operator's arguments, without the states of a pool."""
+    """Check the public arguments; return the operator's, without the states of a pool."""
     spans.check(cp_group, cp_layout, initial_state, cu_seqlens)
     shared = cp_group is not None
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, shared)

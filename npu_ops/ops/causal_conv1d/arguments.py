@@ -17,7 +17,7 @@ def narrow_alone(arguments) -> str | None:
 
 
 def check_rows(x, weight, bias, activation, cu_seqlens, shared: bool = False) -> None:
-    """Check `[B, T, D]` x and the other arguments that both functions of whole sequences share.
+    """Check x, `[B, T, D]`, and the arguments that causal_conv1d and causal_conv1d_qkv share.
 
     shared: other ranks hold tokens of the packed sequences, so the total number is unknown here.
     """
@@ -32,7 +32,7 @@ def check_rows(x, weight, bias, activation, cu_seqlens, shared: bool = False) ->
 
 
 def check_filter(weight, bias, activation, x) -> None:
-    """Check the filter arguments that all functions share."""
+    """Check the arguments of the filter, which all three functions share."""
     _check_parameter("weight", weight, x)
     channels = x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
@@ -72,7 +72,7 @@ def check_integers(name, value, x, length: int | None = None) -> None:
 def check_starts(name, starts, x, tokens: int | None) -> None:
     """Check the starts of packed sequences and the end of the last.
 
-    tokens: number of tokens. On the CPU values are checked as well, unless it is None (unknown).
+    tokens: number of tokens; None if unknown. If it is known, values on the CPU are checked, too.
     """
     check_integers(name, starts, x)
     if starts.shape[0] < (1 if tokens == 0 else 2):

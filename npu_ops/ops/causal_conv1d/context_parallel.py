@@ -1,4 +1,4 @@
-"""Context parallelism: gets the tokens before this rank's, which its first tokens need."""
+"""Context parallelism: gathers the last tokens of earlier ranks, which this rank's filter needs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def initial_state(x, width: int, group):
 
 
 def packed(x, width: int, cu_seqlens, group, layout: str):
-    """Return the starts of this rank's parts of packed sequences, and the states `[N, D, W]` before
-    them.
+    """Return the starts of this rank's parts of packed sequences, and the states before them.
+
+    The states are `[N, D, W]`, for zigzag `[2 N, D, W]`.
 
     Every rank of `group` must call this, also in the backward.
     """
@@ -34,7 +35,7 @@ def packed(x, width: int, cu_seqlens, group, layout: str):
         return _zigzag(x, width, cu_seqlens, group)
     span = spans.contiguous(cu_seqlens, x.shape[1], group)
     state = initial_state(x, width, group)
-    # tokens of other sequences are excluded
+    # Exclude tokens that belong to another sequence.
     of_this = width - make.counted(width, device=x.device) <= span.before
     state = torch.where(of_this, state, 0).transpose(1, 2)
     states = state.new_zeros((cu_seqlens.shape[0] - 1, *state.shape[1:]))
@@ -57,11 +58,12 @@ def _zigzag(x, width: int, cu_seqlens, group):
 
 
 def _compose(tails, counts):
-    """Return the states before every part. All ranks compute all, because the backward is
-    collective.
+    """Return the states `[parts, N, W, D]` before every part.
 
-    tails: `[parts, N, W, D]`, the last tokens of each part, at the end. counts: the number of
-    those.
+    Every rank computes all of them, because the backward is collective.
+
+    tails: `[parts, N, W, D]`: the last tokens of each part, right-aligned along W.
+    counts: how many of the W rows are tokens.
     """
     states = [torch.zeros_like(tails[0])]
     row = make.counted(tails.shape[2], device=tails.device)[:, None]

@@ -15,7 +15,7 @@ import torch
 from npu_ops.core import check
 from npu_ops.core.library import fla_npu_why_not
 
-_MULTIPLE = 16  # of channels
+_MULTIPLE = 16  # the number of channels must be a multiple of this
 
 
 def why_not(arguments) -> str | None:

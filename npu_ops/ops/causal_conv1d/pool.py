@@ -13,7 +13,10 @@ def check_call(
     x, weight, bias, residual, cu_seqlens, conv_state, conv_state_indices, has_initial_state,
     pad_slot_id,
 ) -> None:  # fmt: skip
-    """Check the pool and its slots; on the CPU their values too. Others are checked before."""
+    """Check the pool and its slots; on the CPU also the slots' values.
+
+    The other arguments must be checked already.
+    """
     check.floating("conv_state", conv_state)
     check.same_device("conv_state", conv_state, "x", x)
     channels, width = weight.shape
@@ -47,19 +50,22 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
         indices.check_distinct(
             "conv_state_indices", indices.within("conv_state_indices", used, 0, last)
         )
-    elif slots.device.type == "cpu":  # for a trace whose result is run on the CPU
+    elif slots.device.type == "cpu":  # traced: make the check a part of the compiled graph
         inside = (slots >= 0) & (slots <= last) & _distinct(slots, pad_slot_id)
         needs = f"conv_state_indices: got one twice or outside, needs 0 to {last}, all different"
         torch._assert_async((inside | (slots == pad_slot_id)).all(), needs)
 
 
 def _distinct(slots, pad_slot_id: int) -> torch.Tensor:
-    """Return whether no other sequence has the slot, by comparing all pairs: slots are few."""
+    """Return for each sequence whether no other has its slot; slots are few, so compare all pairs.
+
+    bool `[N]`.
+    """
     return (slots[:, None] == slots).sum(1) == 1
 
 
 class Slots:
-    """The pool's slots of a call's sequences. Their values stay on the device, without a wait."""
+    """The slots of a call's sequences in the pool. Nothing waits for the device to read them."""
 
     def __init__(self, conv_state, slots, pad_slot_id: int, x, cu_seqlens):
         self._pool = conv_state
@@ -86,7 +92,7 @@ class Slots:
         there = self._real if has_initial_state is None else self._real & has_initial_state
         before = self._pool[..., : width - 1][self._places]
         before = torch.where(there[:, None, None], before, 0).to(dtype)
-        return functional.pad(before, (1, 0))  # a column that no filter reads
+        return functional.pad(before, (1, 0))  # a state has W columns; no filter reads the first
 
     def write(self, final_state) -> None:
         """Write the last rows of each sequence to its slot.

@@ -1,8 +1,8 @@
 """Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: their reference.
 
-All rows are in one list: first W rows of initial state for each sequence (zeros if it has none),
-then all tokens of the batch or of the packed sequences. A filter tap reads a row by its index in
-that list.
+The reference puts all rows into one matrix: first W rows of initial state for each sequence (zeros
+without one), then all tokens of the batch or of the packed sequences. A filter tap reads a row by
+its index in this matrix.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def all_rows(x, initial_state, cu_seqlens, width, dtype):
         state = x.new_zeros((count * width, channels), dtype=dtype)
     else:
         state = initial_state.to(dtype).transpose(1, 2).flatten(0, 1)
-    # cat converts x to the state's dtype, which is at least as wide
+    # torch.cat promotes x to the state's dtype, which is at least as wide.
     return torch.cat([state, x.flatten(0, 1)])
 
 

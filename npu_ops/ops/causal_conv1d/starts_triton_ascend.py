@@ -1,4 +1,4 @@
-"""Shared by the kernels of causal_conv1d for narrow and wide filters: find the sequences."""
+"""Shared by the kernels of causal_conv1d for narrow and wide filters: finds a token's sequence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
-    """Return the index of the sequence of a packed token: the last that starts at or before it.
+    """Return the index of a packed token's sequence: the last one that starts at or before it.
 
-    Return 0 if the starts are invalid and none does.
+    Return 0 if no sequence does, which needs invalid starts.
     """
     started = 0
     for first in range(0, sequences, STARTS):
@@ -22,7 +22,7 @@ def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
 
 @triton.jit
 def bounds_of(cu_seqlens, n, length, PACKED: tl.constexpr):
-    """Return a sequence's first token and its end, both clamped to the tokens that there are."""
+    """Return a sequence's first token and its end, both clamped to 0..length."""
     if PACKED:
         start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), length)
         stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), start), length)

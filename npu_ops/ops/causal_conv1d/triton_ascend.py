@@ -3,8 +3,8 @@
 For Ascend and NVIDIA. Reference: reference.py
 
 A piece of work is a run of tokens and a block of BD channels. A program loops over the tokens and
-keeps on chip the rows that the filter still needs, so each row is read once instead of once a tap.
-In names, a number counts tokens back: x1 is the row before x0, and w1 the tap that multiplies it.
+keeps on chip the rows that the filter still needs. So each row is read once, not once per tap. In
+names, a number counts tokens back: x1 is the row before x0, and w1 the tap that multiplies it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)
 # The fewest tokens of a piece: each piece also reads W - 1 rows of the piece before it.
 SHORTEST = 32
-# Tokens in one turn of the loop: unrolled, the rows change names without a copy.
+# Tokens per iteration. The iteration is unrolled, so that `x3, x2, x1 = x2, x1, x0` copies nothing.
 UNROLLED = 4
 # Starts of sequences that are compared at a time.
 STARTS = 1024
@@ -40,7 +40,10 @@ def load_row(row, column, limit):
 
 @triton.jit
 def load_taps(taps, column, width, edge, W: tl.constexpr):
-    """Load the filter `[W, width]`, the present last, as one vector a tap; zero from `edge` on."""
+    """Load the filter `[W, width]` as one vector per tap, zero from `edge` on.
+
+    Its last row is the tap of the current token, w0.
+    """
     w0 = load_row(taps + (W - 1) * width, column, edge)
     w1 = load_row(taps + (W - 2) * width, column, edge)
     w2 = load_row(taps + (W - 3) * width, column, edge) if W > 2 else w0
@@ -105,7 +108,7 @@ def convolve_channels(
     W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
     UNROLLED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's share of the channels [left, right) of x, which are all that y has.
+    """Compute this program's share of channels [left, right) of x. y has these channels only.
 
     A block is STEP channels in BD lanes. Unless HEAD is 0, groups of HEAD channels are normalised.
     """
@@ -234,8 +237,8 @@ def convolve_channels_backward(
     W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
     STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of channels [left, right), and to `sums` the piece's share of taps and
-    bias.
+    """Write the gradients of channels [left, right), and each piece's share of those of taps and
+    bias to `sums`.
 
     Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to
     p + W - 1, so the loop can write it when it is at row t = p + W - 1. The loop therefore ends W -
@@ -264,8 +267,8 @@ def convolve_channels_backward(
                 state_at = state + tl.cast(n, tl.int64) * state_n
             x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, edge, x_t, state_w, W,
                                       state is not None)  # fmt: skip
-            # Three separate zeros: Triton 3.6 treats names that begin as one value, and that the
-            # loop only passes on, as names that the loop does not change.
+            # Three separate zeros: if these names began as one value, Triton 3.6 would take those
+            # that the loop only passes on for loop invariants.
             g1, g2 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
             g3 = tl.zeros((BD,), tl.float32)
             walk_end = tl.where(begin < end, end + W - 1, begin)
@@ -288,7 +291,7 @@ def convolve_channels_backward(
                 sum0 += own * x0
                 sum1 += own * x1
                 p = row - (W - 1)
-                # The taps in reverse: for the oldest g, row p was the present.
+                # Taps in reverse order: for the oldest g, row p was the current token, with tap w0.
                 if W == 2:
                     value = convolve(g1, g0, g0, g0, w0, w1, w1, w1, W)
                 elif W == 3:
@@ -344,7 +347,7 @@ def causal_conv1d_backward(
     grad_y, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu,
     grad_x, grad_weight, grad_bias, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients; those of the bias and of the state unless they are None."""
+    """Write the gradients; grad_bias and grad_initial_state may be None."""
     batch, length, width = x.shape
     taps = weight.shape[1]
     block = min(BACKWARD_BLOCK, next_power_of_2(width))
@@ -384,7 +387,7 @@ def write_totals(sums, grad_weight, grad_bias):
 
 
 def fill_state_gradient(grad_initial_state, grad_final_state, starts):
-    """Write what the kernel leaves out: the first column, and the states of empty sequences."""
+    """Write the state gradients that the kernel does not: first columns, and empty sequences."""
     grad_initial_state.zero_()
     if grad_final_state is not None and starts is not None:
         empty = (starts.diff() == 0)[:, None, None]
@@ -392,7 +395,7 @@ def fill_state_gradient(grad_initial_state, grad_final_state, starts):
 
 
 def taps_first(weight):
-    """Return the filter as `[W, D]`, because an NPU reads single elements slowly."""
+    """Return the filter as contiguous `[W, D]`: an NPU loads strided channels slowly."""
     return weight.t().contiguous()
 
 

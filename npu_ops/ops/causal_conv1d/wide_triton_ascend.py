@@ -1,8 +1,8 @@
 """causal_conv1d in Triton for filters of more than 4 taps. Reference: reference.py
 
-A tile is BT tokens by BD channels and is read once for each tap: the rows of so many taps are too
-many to keep on chip under names. The backward writes the gradient of the convolution in fp32; the
-other gradients are computed from it.
+A tile is BT tokens by BD channels. It is read once per tap, because so many taps need more rows
+than a kernel can keep in named variables. The backward first writes the gradient of the convolution
+in fp32, and computes the other gradients from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 
-# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each.
+# Elements in a tile, from the bytes that the vendor's compiler reserves on chip per element.
 TILE = tile_elements(48)
 WIDEST = 256  # channels of a tile
 
@@ -216,7 +216,7 @@ def _sums_kernel(
 
 
 class Call:
-    """The launch and the sizes that the kernels of one call share."""
+    """Sizes, constants and launch grid that the kernels of one call share."""
 
     def __init__(self, x, taps: int, starts, chunk: int, most_starts: int):
         self.device, self.starts, self.taps = x.device, starts, taps
@@ -251,7 +251,10 @@ def backward(
     call: Call, grad_y, grad_final_state, x, taps, bias, initial_state, silu, grad_x,
     grad_initial_state, strides,
 ):  # fmt: skip
-    """Write the gradients of x and of the state's columns but the first; return the sums."""
+    """Write the gradient of x, and that of the initial state but for its first column.
+
+    Return the sums for the gradients of the filter's W taps and of the bias: `[pieces, W + 1, D]`.
+    """
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     of_x, of_state = x.stride()[:2], strides(initial_state, 0, 2)
     of_final = strides(grad_final_state, 0, 2)

@@ -32,8 +32,8 @@ def causal_conv1d_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Apply `causal_conv1d` to q, k and v side by side, split them, and apply `l2norm` to q, k.
 
-    Computes in fp32 for every dtype and rounds once; the three separate ops round q and k twice.
-    Reads x once and stores no intermediate result. Gradients are deterministic.
+    It computes in fp32 (float64: in float64) and rounds once; the separate ops round q and k twice.
+    It reads x once and stores no intermediate result. Gradients are deterministic.
 
     Args:
         x: `[B, T, D]` with D = 2 HK K + HV V, float32, bfloat16, float16 or float64. A strided view
@@ -42,7 +42,7 @@ def causal_conv1d_qkv(
             current token.
         bias: `[D]`, of x's dtype or float32; or None.
         num_k_heads, num_v_heads, head_k_dim, head_v_dim: HK, HV, K and V. K and V are at most 256;
-        on an NPU, a K that is a power of two is fastest.
+            on an NPU, a K that is a power of two is fastest.
         initial_state: `[N, D, W]` of x's dtype, as in `causal_conv1d`. None: zeros.
         output_final_state: return the last W tokens of each sequence, as `causal_conv1d` does.
         activation: "silu", "swish" (the same) or None.

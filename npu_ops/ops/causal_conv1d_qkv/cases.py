@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of the fused front end, for tests, benchmarks and tools."""
+"""Named shapes and tolerances of causal_conv1d_qkv, for tests, benchmarks and tools."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Case:
         }  # fmt: skip
 
 
-# The heads of the 9B of Qwen3.5 and the 80B of Qwen3-Next; then the share of one of four ranks.
+# HK, HV, K, V of Qwen3.5-9B and Qwen3-Next-80B; then those of one of 4 tensor-parallel ranks.
 QWEN, QWEN_TP4 = (16, 32, 128, 128), (4, 8, 128, 128)
 CASES = [
     *(Case(f"qwen3-next-t{tokens}", tokens, QWEN, large=tokens > 64) for tokens in (1, 64, 4096)),

@@ -92,7 +92,7 @@ def causal_conv1d_qkv_backward(
     grad_q, grad_k, grad_v, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu, eps,
     heads, grad_x, grad_weight, grad_bias, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients; those of the bias and of the state unless they are None."""
+    """Write the gradients; grad_bias and grad_initial_state may be None."""
     starts = int32_starts(cu_seqlens)
     plan = _Plan(x, heads, starts, eps, BACKWARD_BLOCK)
     if grad_initial_state is not None:
@@ -114,7 +114,8 @@ def causal_conv1d_qkv_backward(
 class _Plan:
     """How a launch divides the work.
 
-    A block of q or k holds whole heads: as many as fit if their size is a power of two, else one.
+    With the norm, a block of q or k holds whole heads: as many as fit if their size is a power of
+    two, else one.
     """
 
     def __init__(self, x, heads, starts, eps, most: int):

@@ -29,8 +29,8 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """Apply `causal_conv1d` to new tokens, with a pool of states that is updated in place.
 
-    Computes in fp32 and rounds once. Nothing waits for the device, so calls can be captured in a
-    graph.
+    It computes in fp32 (float64: in float64) and rounds once. Nothing waits for the device, so
+    calls can be captured in a graph.
 
     - Decode: the first W - 1 columns of a slot hold the last rows of its sequence, before and after
       the call. Further columns are not touched.
@@ -41,8 +41,9 @@ def causal_conv1d_update(
       usually with `disable_state_update`.
 
     Args:
-        x: `[B, D]`, one token each; `[B, T, D]`; or `[tokens, D]` packed by query_start_loc. May be
-            strided if channels are contiguous.
+        x: `[B, D]`, one token each; `[B, T, D]`; or `[tokens, D]` packed by query_start_loc. Its
+            dtype is float32, bfloat16, float16 or float64. It may be strided if channels are
+            contiguous.
         conv_state: `[slots, D, L]` of x's dtype, L at least W - 1, with any strides. Contiguous D,
             i.e. `[slots, L, D]` transposed, is fastest on an NPU. For a cache of W columns, as in
             fla and Hugging Face, pass `cache[..., 1:]`.

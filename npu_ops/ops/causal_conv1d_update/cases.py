@@ -26,9 +26,9 @@ __all__ = ["CALLS", "CASES", "DIFFERENTIABLE", "REPRESENTATIVE", "TOLERANCES", "
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`sequences` of `tokens` each, or of lengths from 0 to `tokens` if they are packed.
+    """`sequences` of `tokens` each; packed ones have lengths from 0 to `tokens`.
 
-    mode: "decode", "vllm" (accepted tokens), or "sglang" (a window for each token).
+    mode: "decode", "vllm" (num_accepted_tokens) or "sglang" (a window for each token).
     channels_last: the pool's channels are contiguous.
     """
 
@@ -128,7 +128,7 @@ CALLS = [
 
 
 def _in_pieces(right):
-    """Return the tensor with the same values, at every second element in memory."""
+    """Return a view with the same values whose last dimension has stride 2."""
     return right.repeat_interleave(2, -1)[..., ::2]
 
 

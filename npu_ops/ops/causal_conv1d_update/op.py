@@ -13,7 +13,7 @@ _INTEGERS = ("indices", "accepted", "starts", "window_indices")
 
 
 def _why_not_ascendc(arguments) -> str | None:
-    """Reject strides that the kernel cannot move: it copies whole channels, or whole columns."""
+    """Reject strides that the kernel cannot copy: channels or columns must be contiguous."""
     for name in ("weight", "conv_state", "window"):
         tensor = getattr(arguments, name)
         if tensor is not None and 1 not in tensor.stride()[-2:]:

@@ -32,12 +32,12 @@ def causal_conv1d_update(
         good &= ~fill.isnan()
     good &= (first >= 0) & (first + width - 1 <= columns)
 
-    # one extra slot collects writes of skipped sequences
+    # An extra slot, dropped afterwards, takes the writes of skipped sequences.
     pool = F.pad(conv_state, (0, 0, 0, 0, 0, 1))
     place = torch.where(good, slot, slots)
     column = torch.where(good, first, 0)[:, None] + make.counted(width - 1, device=x.device)
     history = pool[place[:, None], :, column].transpose(1, 2)
-    # the training op's state has one more column, which it does not read
+    # The state of causal_conv1d has one more column, which no tap reads.
     state = F.pad(history, (1, 0))
     rows = conv.all_rows(x, state, starts, width, x.dtype)
 

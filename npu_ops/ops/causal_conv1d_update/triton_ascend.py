@@ -16,7 +16,7 @@ from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_tap
 # Channels in a block, from the bytes that the vendor's compiler reserves on chip for each channel
 # (fp32, W = 4, windows). Blocks are not wider, so that few sequences still keep many cores busy.
 BLOCK = tile_elements(192)
-# As BLOCK, for states whose channels are not contiguous: each takes 32 bytes in every row.
+# As BLOCK, for states whose channels are not contiguous: a channel takes 32 bytes in every row.
 APART_BLOCK = tile_elements(768)
 
 
@@ -48,8 +48,8 @@ def _causal_conv1d_update_kernel(
 ):  # fmt: skip
     """Update states and outputs of every sequence.
 
-    An extra sequence behind the packed ones holds the unowned tokens: all of them, where starts
-    are invalid. The outputs of packed tokens are zeros before the launch.
+    An extra sequence behind the packed ones stands for the unowned tokens; if starts are invalid,
+    for all tokens. The outputs of packed tokens are zeros before the launch.
     """
     if not APART:  # a constant, so that rows are loaded and stored contiguously
         state_d, window_d = 1, 1
@@ -80,8 +80,8 @@ def _causal_conv1d_update_kernel(
             nothing = tl.where(nobodys, float("nan"), nothing)
         limit = tl.where(good, width, 0)
         state_at = state + tl.where(good, slot, 0) * state_n
-        # Rows move to the left. The oldest is read and written first, so that no row is overwritten
-        # before it is read.
+        # Rows move left in the slot. The oldest row is read and written first, so that no row is
+        # overwritten before it is read.
         at = state_at + tl.cast(first, tl.int64) * state_w
         x3 = _load(at, column, state_d, limit)
         x2 = _load(at + (W - 3) * state_w, column, state_d, limit) if W > 2 else x3
@@ -138,9 +138,9 @@ def _one_token_kernel(
 ):  # fmt: skip
     """Update states and outputs for one token of each sequence.
 
-    new_state is the same tensor as state. Under one name, the next block's loads would wait for
-    these stores. A skipped sequence reads slot 0 and drops the values: a masked load fills with
-    zeros first, and each load would wait for that.
+    new_state is the same tensor as state. With one name for both, the compiler would make the next
+    block's loads wait for these stores. A skipped sequence reads slot 0 and drops the values: a
+    masked load would first fill the tile with zeros, and wait for that.
     """
     there = tl.where(slots > 0, width, 0)
     if not APART:
@@ -209,8 +209,8 @@ def causal_conv1d_update(
 def _block(width: int, most: int) -> int:
     """Return the number of channels in a block, at most `most`.
 
-    A block that ends behind the last channel fills with zeros what it does not load, and waits for
-    that. So a half or a quarter of the width is used if it divides the channels.
+    A block that ends behind the last channel first fills its tile with zeros, and its loads wait
+    for that. So a half or a quarter of the block is used if it divides the channels.
     """
     whole = min(most, next_power_of_2(width))
     return next((b for b in (whole, whole // 2, whole // 4) if b and width % b == 0), whole)

@@ -45,8 +45,8 @@ def chunk_gated_delta_rule(
 
     For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
     S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Matrix products compute a chunk of tokens at a
-    time; the state stays in fp32. Takes fla's calls. Only the inputs are saved for the backward,
-    which recomputes the rest.
+    time; the state stays in fp32. This function accepts calls written for fla's. Only the inputs
+    are saved for the backward, which recomputes the rest.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a

@@ -1,7 +1,7 @@
 """The forward of the chunked gated delta rule by torch_npu's `npu_chunk_gated_delta_rule`.
 
-Its limits are from torch_npu's documentation. The operator computes with beta and states in bf16.
-A state passed to the caller is fp32 here, so calls with states do not use it.
+Its limits are from torch_npu's documentation. The operator keeps beta and states in bf16. The
+states of `chunk_gated_delta_rule` are fp32, so calls with states do not use the operator.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _check_counts(carried, values: int) -> None:
 def counts_of(carried, values: int):
     """Return the number of tokens in the unfinished chunk of each carried state, `[N]`.
 
-    It is stored after the chunk's values, g and beta, in every head; head 0 is read.
+    Every head stores the number after the chunk's values, g and beta; this reads head 0.
     """
     return carried[:, 0, values + CHUNK :].flatten(1)[:, CHUNK * (values + 2)]
 

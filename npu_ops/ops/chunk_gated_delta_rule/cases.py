@@ -13,10 +13,10 @@ from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as delta
 from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import MODELS
 
-# Measured against fp64 on the same inputs. fp32 inputs have fp32 arithmetic. With bf16 and fp16
+# Measured against fp64 on the same inputs. fp32 inputs are computed in fp32. With bf16 and fp16
 # inputs, operands of matrix products are rounded to that dtype, as in every implementation.
 TOLERANCES = tolerances((1e-12, 1e-11), (1e-5, 1e-5), (2e-3, 4e-3), (1e-2, 3e-2))
-# The tolerance of each output follows the inputs' dtype, also that of fp32 states of bf16 inputs.
+# An output's tolerance follows the dtype of the inputs, even for fp32 states of bf16 inputs.
 TOLERANCES_BY_INPUT = True
 
 

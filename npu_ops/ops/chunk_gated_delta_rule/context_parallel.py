@@ -1,14 +1,14 @@
-"""Context parallelism: sequences over several ranks, each with a part of their tokens.
+"""Context parallelism: several ranks share the sequences; each holds a part of their tokens.
 
-A part changes a state by an affine map, `S -> M S + h`: M is a K by K matrix, and h has the size of
-a state. h is the final state of the part from the initial state 0. M is the final state from the
-identity, of the same part with v = 0. All ranks compute their own M and h at the same time and
-gather those of all. Each composes the maps before its own into its initial state. Gradients go
-back the same way.
+The tokens of a rank change a state by an affine map, `S -> M S + h`, with a K by K matrix M and an
+h of the size of a state. h is the final state of these tokens from the initial state 0. M is their
+final state from the identity, with v = 0. All ranks compute their own M and h at the same time and
+gather those of all ranks. Each rank composes the maps of earlier ranks into its initial state.
+Autograd differentiates these steps.
 
-Of packed sequences in contiguous spans, only the sequence that a span ends in reaches the next
-rank, so there is one M and one h. In zigzag every sequence reaches all ranks, with two chunks on
-each.
+If packed sequences are split into contiguous spans, only the sequence in which a span ends reaches
+the next rank, so a rank sends one M and one h. In zigzag each sequence has two chunks on each rank,
+so a rank sends two M and two h per sequence.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from npu_ops.ops.chunk_gated_delta_rule import op
 
 
 def continued(inputs, group, layout: str):
-    """Return the operator's inputs with the states before this rank's tokens; those have gradients.
+    """Return the operator's inputs with the states before this rank's tokens as initial states.
 
-    Every rank of `group` calls this, also in the backward.
+    The states are differentiable. Every rank of `group` must call this, and run the backward.
     """
     if layout == "zigzag":
         return _zigzag(inputs, group)
@@ -67,7 +67,7 @@ def _zigzag(inputs, group):
 
 
 def _changes(inputs):
-    """Return M and h of each sequence on this rank."""
+    """Return M and h of each sequence (zigzag: of each chunk) on this rank."""
     k, v, g = inputs.k, inputs.v, inputs.g
     batch, length, value_heads = v.shape[:3]
     keys = k.shape[3]
@@ -95,9 +95,11 @@ def _with_state(inputs, state):
 
 
 def _compose(kept, added, passes=None):
-    """Return the state before every part, on every rank: the backwards of all ranks then match.
+    """Return the states before all parts.
 
-    passes: for each part, whether the sequence that it ends in began before it; None: all did.
+    Every rank computes all of them, so that the collectives in the backward match on all ranks.
+
+    passes: for each part, whether the sequence in which it ends began before it; None: all did.
     """
     states = [torch.zeros_like(added[0])]
     with torch.autocast(added.device.type, enabled=False):

@@ -10,7 +10,8 @@ from npu_ops.ops.l2norm import l2norm
 def consistent(call):
     """Apply NPU_OPS_CONSISTENT to a checked call.
 
-    `l2norm` normalises q and k before the call; with "tokens" the rule runs token by token.
+    `l2norm` normalises q and k before the operator runs. In mode "tokens" the rule then runs token
+    by token.
     """
     if not env.settings.consistent:
         return call

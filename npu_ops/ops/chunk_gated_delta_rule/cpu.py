@@ -1,19 +1,19 @@
 """The chunked gated delta rule on the CPU: torch's operators, and native code for the gates.
 
-One sequence and one chunk at a time, all heads at once: what a chunk needs stays in the cache. In
-fp32: CPUs without matrix units take longer in bf16.
+It processes one sequence and one chunk at a time, with all heads at once, so that a chunk's data
+stays in the cache. It computes in fp32, because CPUs without matrix units are slower in bf16.
 
-With S the state before a chunk, D_ij the decay from token j to i >= j, `since` that from the start
-of the chunk to a token and `until` that from a token to its end:
+S is the state before a chunk. D_ij is the decay from token j to token i >= j, `since` the decay
+from the start of the chunk to a token, and `until` the decay from a token to the chunk's end:
 
     A = (1 + L)^-1, L = beta (K K^T) D below the diagonal        P = (Q K^T) D up to the diagonal
     R = beta (V - since K S)      N = A R      O = since Q S + P N      S' = decay S + K^T (until N)
 
 Sequences of a few tokens go token by token, in one call for all of them.
 
-Tensors by value head are `[G, H, ...]` for G value heads to each of H heads: a product with what
-the heads share is one for each g. Keys and queries are stacked, `[H, 2c, K]`: one product serves
-both.
+Tensors by value head are `[G, H, ...]`, with G value heads for each of H key heads. A product of
+keys or queries with such a tensor is one batched product per g. Keys and queries are stacked as
+`[H, 2c, K]`, so that one product serves both.
 """
 
 from __future__ import annotations
@@ -105,8 +105,11 @@ class _Chunk:
 
     def backward(self, x, scratch, grad_o_tokens, state, grad_state,
                  grad_q, grad_k, grad_v, grad_g, grad_beta):  # fmt: skip
-        """Write the chunk's gradients; change `grad_state` from that after the chunk to that before
-        it."""
+        """Write the chunk's gradients, and update `grad_state` in place.
+
+        It comes in as the gradient of the state after the chunk, and goes out as the gradient of
+        the state before it.
+        """
         group, heads, count, values = like = self.v.shape
         keys, square = self.k.shape[2], (group, heads, count, count)
         grad_o = scratch("grad_o", *like).copy_(grouped(grad_o_tokens, heads))

@@ -1,8 +1,8 @@
 """The forward of the chunked gated delta rule by six of fla_npu's operators, one after another.
 
-Their limits are from the documentation of fla_npu of August 2026; only test doubles of them were
-ever called. In these operators, heads come before tokens, chunks have 64 tokens, and between the
-operators everything but gates and final states is rounded to q's dtype.
+Their limits are from fla_npu's documentation of August 2026; only test doubles of them were ever
+called. In these operators, heads come before tokens, and chunks have 64 tokens. Everything that one
+operator passes to the next is rounded to q's dtype, except gates and final states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.l2norm import reference as norm
 
 _CHUNK, _KEYS, _VALUES = 64, 128, (128, 256)
-# The operators, each with its arguments that are passed by name.
+# Operator -> the arguments that npu-ops passes to it by name.
 _NEEDED = {
     "npu_chunk_local_cumsum": ("head_first",),
     "npu_chunk_scaled_dot_kkt": ("chunk_size",),

@@ -17,7 +17,11 @@ _INPUTS = (
 
 
 def _triton_keeps_no_states(arguments) -> str | None:
-    """Reject chunks shorter than 32: the kernel's own chunks are longer."""
+    """Return why Triton cannot return the states before all chunks, or None.
+
+    In place of chunks shorter than 32 tokens its kernels compute longer ones, within which they
+    store no state.
+    """
     if arguments.chunk_size < 32:
         return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
     return triton_why_not(arguments)

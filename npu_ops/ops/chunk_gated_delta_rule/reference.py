@@ -1,7 +1,7 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: their reference, the recurrence.
 
-It is that of `fused_recurrent_gated_delta_rule`, for any chunk_size. In `chunk_gated_delta_rule`
-one decay applies to the whole state.
+They call the reference of `fused_recurrent_gated_delta_rule`, whatever the chunk_size. In
+`chunk_gated_delta_rule` one decay per token and head applies to the whole state.
 """
 
 from __future__ import annotations

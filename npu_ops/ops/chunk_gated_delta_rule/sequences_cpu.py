@@ -1,15 +1,17 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: loop over the chunks of sequences on the CPU.
 
-One sequence and one chunk at a time, all heads at once. Each rule brings its own `Chunk`:
+The loop processes one sequence and one chunk at a time, with all heads at once. Each rule passes
+its own class `Chunk`:
 
     chunk = Chunk(x, scratch, b, span, state, queries=True)   tokens `span` of sequence b
     chunk.read()                                              returns their output, `[G, H, c, V]`
     chunk.next_state(state, out)                              writes the state after them to `out`
     chunk.backward(x, scratch, grad_o, state, grad_state, *outputs)
-                  writes their gradients, and changes `grad_state` from that after to that before
+                  writes their gradients, and updates `grad_state` in place, from the gradient of
+                  the state after the chunk to the gradient of the state before it
 
-Tensors by value head are `[G, H, ...]` for G value heads to each of H heads. Sequences of a few
-tokens go token by token, in one call for all of them.
+Tensors by value head are `[G, H, ...]`, with G value heads for each of H key heads. Sequences of a
+few tokens go token by token, in one call for all of them.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
 _recurrent = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_cpu.default
 _recurrent_backward = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_backward_cpu.default
 
-# Sequences of up to so many tokens go token by token: it is faster than a chunk. The other
-# sequences of the call have no say in this, because they must not change the result.
+# Sequences of at most this many tokens go token by token, which is faster than a chunk. Only a
+# sequence's own length decides, because the other sequences of a call must not change its bits.
 SHORT = 4
 _TOKENS = ("q", "k", "v", "g", "beta")
 
@@ -114,7 +116,7 @@ class Inputs:
 
 
 class Short:
-    """The sequences of at most SHORT tokens, packed; with chunks of one token, all sequences."""
+    """The sequences of at most SHORT tokens, packed; with chunk_size 1, all sequences."""
 
     def __init__(self, x: Inputs):
         self.x, length = x, x.q.shape[1]
@@ -141,8 +143,10 @@ class Short:
             final_state[self._sequences] = given
 
     def backward(self, grad_o, grad_final_state, initial_state, *gradients) -> None:
-        """Write these sequences' rows of the gradients: of q, k, v, g, beta, and the states unless
-        None."""
+        """Write these sequences' rows of the gradients of q, k, v, g, beta and the initial state.
+
+        The gradient of the initial state may be None.
+        """
         *of_tokens, of_states = gradients
         q, k, v, g, beta = found = [self._taken(x).float() for x in of_tokens]
         given = self._states(of_states)
@@ -152,7 +156,7 @@ class Short:
         )  # fmt: skip
         if self.x.normalize:
             for gradient, x in ((q, self.x.q), (k, self.x.k)):
-                # fp32, because the operator writes the gradient in its dtype
+                # The operator writes the gradient in the dtype of its input, which must be fp32.
                 rows = self._taken(x)[0].float()
                 _l2norm_backward(gradient[0].clone(), rows, EPS, gradient[0])
         for out, value in zip(of_tokens, found, strict=True):
@@ -223,9 +227,9 @@ def forward(chunk_type, x: Inputs, initial_state, o, final_state, chunk_states=N
 
 
 def _by_whole_chunks(chunk_type, x: Inputs, initial_state, o, final_state, chunk_states) -> None:
-    """Run `forward` with zeros behind each sequence that fill its last chunk.
+    """Run `forward` with each sequence's last chunk padded with zeros.
 
-    PyTorch's matrix products return other bits where there are fewer rows.
+    The number of rows changes the bits of PyTorch's matrix products, so all chunks must be full.
     """
     length, ends, place, starts = x.q.shape[1], x.sequences(), [], [0]
     nothing = x.q.shape[0] * length  # the row of zeros behind all tokens
@@ -252,7 +256,7 @@ def _by_whole_chunks(chunk_type, x: Inputs, initial_state, o, final_state, chunk
 def backward(chunk_type, x: Inputs, grad_o, grad_final_state, initial_state, *gradients) -> None:
     """Write the gradients: of q, k, v, g, beta, and the initial state unless it is None.
 
-    Stores the state before each chunk of the sequence that it works on.
+    For one sequence at a time, it stores the state before each chunk.
     """
     *of_tokens, grad_initial_state = gradients
     scratch, short = Scratch(), Short(x)

@@ -1,7 +1,7 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, where chunk_size is 1.
 
-It uses the decoding step's kernel. A token gets the same bits from every kind of call: a whole
-prompt, a part of one, or a decoding step.
+It runs the decoding step's kernel. So a token gets the same bits in a whole prompt, in a part of
+one, and in a decoding step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """States that carry the tokens of their unfinished chunk, so that a sequence can be cut anywhere.
 
-A chunk's arithmetic needs all of its tokens. So a carried state is the state before the last chunk,
-with that chunk's tokens in additional rows: code that copies, caches or clears a state does the
-same to its tokens. The next call computes that chunk again, with the new tokens appended.
+To compute a chunk, all of its tokens are needed. So a carried state is the state before the last
+chunk, with that chunk's tokens in additional rows. Code that copies, caches or clears a state then
+does the same to its tokens. The next call computes that chunk again, with the new tokens appended.
 
 A carried state is `[HV, V + R, K]`, values first, R = `unfinished_rows(K, V)`. Below the V rows of
-the state are CHUNK rows, the keys of CHUNK tokens. The remaining rows hold one run of numbers: the
+the state are CHUNK rows, the keys of CHUNK tokens. The remaining rows, read as one vector, hold the
 tokens' values, their g, their beta, and the number of tokens, 0 to CHUNK. Unused numbers are 0, so
-a state of zeros is that of a sequence that has not begun.
+zeros are the state of a new sequence.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The rows of tokens in a call that begins with the unfinished chunks' tokens.
+    """Where tokens go in a packed call in which carried tokens precede a sequence's new tokens.
 
-    starts: where its sequences begin. old: the rows of the carried tokens, `[N, CHUNK]`. new: the
-    rows of the call's own tokens, `[T]`. Absent tokens have the row behind all others.
+    starts: `[N + 1]`, the starts of its sequences, then the end of the last.
+    old: `[N, CHUNK]`, the rows of the carried tokens.
+    new: `[T]`, the rows of the new tokens.
+    rows: the number of rows. It is also the row of absent tokens, which is cut off.
     """
 
     starts: torch.Tensor
@@ -138,9 +140,9 @@ def forward(inputs):
 
 
 def _checked(held: _Held, starts, tokens: int) -> _Held:
-    """Return `held` with integer counts; states with an invalid count or start are NaN.
+    """Return `held` with integer counts, and NaN states where a count or the starts are invalid.
 
-    Values on a device were not checked before.
+    On a device nothing has checked these values before.
     """
     right = (held.count >= 0) & (held.count <= CHUNK) & (held.count == held.count.floor())
     state = held.state.masked_fill(

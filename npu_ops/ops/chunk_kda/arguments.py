@@ -23,7 +23,7 @@ def check_call(call) -> None:
 
 
 def _check_bound(call) -> None:
-    """Check lower_bound: it applies only to a gate that the function computes itself."""
+    """Check lower_bound: only a gate that the function computes itself can have one."""
     if call.lower_bound is None:
         if call.safe_gate and call.use_gate_in_kernel:
             raise ValueError("lower_bound: got None with safe_gate=True, needs a number below 0")

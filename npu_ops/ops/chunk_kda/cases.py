@@ -12,8 +12,8 @@ from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.chunk_gated_delta_rule import cases as chunk
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as delta
 
-# Those of the chunked gated delta rule. With bf16 inputs, q and k are rounded once more, after the
-# product with a decay.
+# The tolerances of the chunked gated delta rule, although bf16 q and k are rounded once more here,
+# after the product with a decay.
 TOLERANCES = chunk.TOLERANCES
 TOLERANCES_BY_INPUT = True
 
@@ -111,5 +111,5 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Return the cases of a layer that replaces Gated Delta Net."""
+    """Return the case of a KDA layer with the heads of the model's Gated Delta Net."""
     return [Case("linear", tokens, *model.linear, *[LINEAR_DIM] * 2)] if model.linear else []

@@ -1,17 +1,17 @@
 """Kimi Delta Attention on the CPU, by torch's operators in fp32.
 
-Its states and chunks are those of the chunked gated delta rule (sequences_cpu.py). With S the state
-before a chunk, G_i the sums of the log decays up to token i, [K], and c the last token:
+The loop over states and chunks is that of the chunked gated delta rule (sequences_cpu.py). S is the
+state before a chunk, G_i `[K]` the sum of the log decays up to token i, and c the last token:
 
     L_ij = beta_i sum(k_i k_j exp(G_i - G_j)), j < i      P_ij = sum(q_i k_j exp(G_i - G_j)), j <= i
     A = (1 + L)^-1      R = beta (V - (exp(G) K) S)      N = A R
     O = (exp(G) Q) S + P N      S' = exp(G_c) S + (exp(G_c - G) K)^T N
 
-exp(G_i - G_j) cannot be split into a factor of row i and one of column j that both stay finite. So
-pairs of tokens are computed by levels. At level b a chunk is cut into blocks of 2 b tokens, and a
-pair belongs to the level at which j is in the first half of a block and i in its second half. With
-r the first row of that half, both exp(G_i - G_r) and exp(G_r - G_j) are decays, at most 1 where g
-is not positive.
+exp(G_i - G_j) cannot be split into a factor of row i and a factor of column j that both stay
+finite. So pairs of tokens are computed by levels. At level b a chunk is cut into blocks of 2 b
+tokens. A pair belongs to the level at which j is in the first half of a block and i in its second
+half. With r the first row of that second half, both exp(G_i - G_r) and exp(G_r - G_j) are decays,
+at most 1 if g is not positive.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from npu_ops.core import make
 from npu_ops.ops.chunk_gated_delta_rule import sequences_cpu, token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.sequences_cpu import Inputs, grouped
 
-# The lowest sum of log decays: its decay is 0, and differences of -inf would be NaN.
+# Lower bound of g. Its decay is 0 in fp32. With -inf, differences of sums would be NaN.
 _LOWEST = -1e5
 
 
 def _levels(sums):
-    """Yield, for each level, its decays `[G, H, c, K]` and the pairs `[c, c]` that belong to it.
+    """Yield (decays, pairs, is_second) of each level.
+
+    decays: fp32 `[G, H, c, K]`, from each token to the middle of its block, or from the middle to
+    the token. pairs: bool `[c, c]`, the pairs that belong to the level. is_second: bool `[c]`,
+    tokens in the second half of their block.
 
     sums: fp64 `[G, H, c, K]`.
     """
@@ -90,18 +94,20 @@ class _Chunk:
 
     def backward(self, x, scratch, grad_o_tokens, state, grad_state,
                  grad_q, grad_k, grad_v, grad_g, grad_beta):  # fmt: skip
-        """Write the chunk's gradients; change `grad_state` from that after the chunk to that before
-        it.
+        """Write the chunk's gradients, and update `grad_state` in place.
 
-        The gradient of the sums G_i is q_i times its gradient, plus k_i times its gradient as a row
-        of L and of the recalled values, less k_i times its gradient as a column. What token i
-        leaves in the state depends only on the gates after i. Its share is summed separately,
-        because in the sums it would have to cancel.
+        It comes in as the gradient of the state after the chunk, and goes out as the gradient of
+        the state before it.
+
+        The gradient of G_i is q_i times the gradient of q_i, plus k_i times its gradient as a row
+        of L and of the recalled values, minus k_i times its gradient as a column. What token i
+        leaves in the state depends only on the gates after i. This share is summed separately,
+        because within the sums it would cancel only up to rounding.
         """
         q, k, heads = self.q, self.k, x.q.shape[2]
         grad_o = grouped(grad_o_tokens, heads).float()
-        # Of O = ... + P N, S' = ... + (exp(G_c - G) K)^T N and N = A R, with P: scores, N: written
-        # values, A: inverse, S': the state after the chunk, G: sums of g.
+        # Gradients through O = ... + P N, S' = ... + (exp(G_c - G) K)^T N and N = A R. In the code,
+        # P is scores, N written, A inverse, S' the state after the chunk, and G sums.
         grad_scores = grad_o @ self.written.mT
         grad_solved = self.scores.mT @ grad_o + (self.until * k) @ grad_state
         grad_missed = self.inverse.mT @ grad_solved

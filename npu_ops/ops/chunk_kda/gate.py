@@ -9,17 +9,17 @@ from npu_ops.ops.gdn_gate import gdn_gate
 
 
 def log_decay(g, A_log, dt_bias, lower_bound: float | None):
-    """Compute the log decay in fp32, or fp64 where an argument has it.
+    """Compute the log decay in fp32, or fp64 if an argument is fp64.
 
     Args:
-        g: raw, `[..., HV, K]`.
+        g: raw gates, `[..., HV, K]`.
         A_log: `[HV]`, or None with lower_bound.
         dt_bias: `[HV * K]` or None.
         lower_bound: None for `-exp(A_log) softplus(g + dt_bias)`, else a number below 0 for
             `lower_bound sigmoid(exp(A_log) (g + dt_bias))`.
 
     Returns:
-        Like g. Differentiable in all tensors.
+        The log decay, `[..., HV, K]`, fp32 or fp64. Differentiable in all tensors.
     """
     heads, keys = g.shape[-2:]
     if lower_bound is None:

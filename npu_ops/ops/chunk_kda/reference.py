@@ -1,7 +1,7 @@
 """Reference of Kimi Delta Attention: the recurrence, for any chunk_size.
 
 Token by token, for every value head: `S = diag(exp(g)) S`, `S = S + k (beta (v - S^T k))^T`, `o =
-S^T (scale q)`. That is `fused_recurrent_gated_delta_rule` with one decay for each key.
+S^T (scale q)`. That is `fused_recurrent_gated_delta_rule` with a decay for each key (gk).
 """
 
 from __future__ import annotations

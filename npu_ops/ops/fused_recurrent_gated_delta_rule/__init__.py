@@ -39,8 +39,8 @@ def fused_recurrent_gated_delta_rule(
     """Compute the gated delta rule: each token decays, updates and reads a state.
 
     For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
-    S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Takes fla's calls and, unlike fla's function,
-    has a gradient. The state stays in fp32.
+    S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. The state stays in fp32. This function accepts
+    calls written for fla's. Unlike fla's function, it has a gradient.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
@@ -86,8 +86,7 @@ def _inputs(*args, **kwargs):
 
 
 def _converted(call):
-    """Convert a checked call to the operator's inputs; apply the norm, gate and sigmoid it asks
-    for."""
+    """Convert a checked call to the operator's inputs: apply norm, gate and sigmoid as asked."""
     call = lengths.before_conversion(
         call, q=call.use_qk_l2norm_in_kernel, k=call.use_qk_l2norm_in_kernel,
         g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel,

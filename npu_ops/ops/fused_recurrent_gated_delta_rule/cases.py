@@ -12,8 +12,8 @@ from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, va
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
-# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding. The gradient of a
-# gate is a sum over a whole state, in which much cancels.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding. fp32 has a wide
+# tolerance because the gradient of a gate is a sum over a whole state, in which terms cancel.
 TOLERANCES = tolerances((1e-13, 1e-12), (1e-5, 1e-5), (4e-4, 1e-3), (3e-3, 8e-3))
 
 # key heads, value heads, K and V of one rank
@@ -40,9 +40,9 @@ class RuleCase:
     """A case of a gated delta rule.
 
     q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads, values]`.
-    flags: the operator computes l2norm, gate and sigmoid.
+    flags: the function computes l2norm, gate and sigmoid.
     state: "none", or which dimension of the states is first: "k" or "v".
-    sequences: 0, or the number of sequences that the tokens are cut into; every third is empty.
+    sequences: 0, or the number of packed sequences, of which every third is empty.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -82,9 +82,8 @@ class RuleCase:
 class Case(RuleCase):
     """A case of the recurrent rule.
 
-    gates: the ones that are passed, of g, gk and gv. beta: its last dimension, "head" or "value",
-    or
-    "none".
+    gates: which of g, gk and gv are passed.
+    beta: "head" (`[B, T, HV]`), "value" (`[B, T, HV, V]`) or "none".
     """
 
     gates: tuple[str, ...] = ("g",)
@@ -174,7 +173,8 @@ CALLS = [
 # Invalid calls, and the error of each.
 _PACKED = {name: lambda x: x[:1] for name in ("q", "k", "v", "g", "beta")}
 _PACKED |= {"cu_seqlens": make.indices([0, 2, 5])}
-# Invalid calls of both delta rules.
+# Changes that make a call of any of the delta rules invalid, which chunk_gated_delta_rule and
+# chunk_kda use, too.
 WRONG_DTYPES = [
     ("k: got float32, needs q's float16", {"q": torch.Tensor.half}),
     ("v: got float16, needs q's float32", {"v": torch.Tensor.half}),
@@ -202,7 +202,7 @@ WRONG_SHAPES = [
     ("dt_bias: got a tensor, needs use_gate_in_kernel=True", {"dt_bias": shaped(4)}),
     *values("scale", "a finite number", "1"),
 ]  # fmt: skip
-# Calls of both rules with raw gates, and the invalid ones among these.
+# Arguments for raw gates, and changes that make such a call invalid.
 GATED = {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(4)}
 WRONG_GATES = [*shapes("A_log", "[4]", (1,)), *shapes("dt_bias", "[4]", (1,))]
 WRONG = [
@@ -236,7 +236,7 @@ WRONG = [
     *wrong("fused_recurrent_gated_delta_rule", ValueError, *WRONG_GATES, given=GATED),
 ]  # fmt: skip
 
-# Options that a call of either delta rule varies.
+# Changes that any of the delta rules must honour.
 CHANGES = (
     {"scale": 0.5}, {"initial_state": None}, {"output_final_state": False},
     {"use_qk_l2norm_in_kernel": False}, {"state_v_first": True},

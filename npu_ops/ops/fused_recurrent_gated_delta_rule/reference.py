@@ -71,7 +71,10 @@ def fused_recurrent_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale,
     state_v_first,
 ):  # fmt: skip
-    """Return the gradients of the eight tensors, even of those that are None; fp32 or fp64."""
+    """Return the gradients of q, k, v, g, gk, gv, beta and initial_state, in fp32 or fp64.
+
+    The gradients of absent tensors are returned, too.
+    """
     tokens = _tokens(q, k, v, g, gk, gv, beta, initial_state, scale)
     wide_q, wide_k, wide_v, *_ = tokens
     grad_o = grad_o.to(wide_v.dtype).flatten(0, 1)

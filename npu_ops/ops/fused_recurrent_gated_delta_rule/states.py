@@ -11,7 +11,7 @@ from npu_ops.core import indices, lengths
 
 
 def new(inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised states of all sequences, from the operator's inputs by name."""
+    """Return uninitialised states of all sequences. inputs: the operator's NamedTuple of inputs."""
     starts = inputs.cu_seqlens
     return several(inputs, inputs.q.shape[0] if starts is None else starts.shape[0] - 1, dtype)
 

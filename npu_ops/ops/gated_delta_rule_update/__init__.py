@@ -45,8 +45,9 @@ def gated_delta_rule_update(
 
     Splits qkv, applies l2norm to q and k (`x / sqrt(sum(x^2) + 1e-6)`), computes the gates `g =
     -exp(A_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`, and applies the gated delta rule
-    (see `fused_recurrent_gated_delta_rule`). All in fp32, whatever the pool's dtype. Each state is
-    read once and written once. Nothing waits for the device, so calls can be captured in a graph.
+    (see `fused_recurrent_gated_delta_rule`). It computes in fp32, whatever the pool's dtype. Each
+    state is read once and written once. Nothing waits for the device, so calls can be captured in a
+    graph.
 
     With `NPU_OPS_CONSISTENT=1` a token has the bits that training gives it (docs/invariance.md):
     PyTorch computes the gates, as in models, and states must be fp32 with state_v_first.
@@ -76,7 +77,8 @@ def gated_delta_rule_update(
         cu_seqlens: int32 or int64 `[N + 1]`: the starts of sequences, then the end of the last.
             Sequences may be empty; their states stay unchanged. None: each has `tokens / N`.
             Outputs of tokens after the last sequence are 0.
-        num_accepted_tokens: int32 or int64 `[N]`: 0 to T, or 1 to S with slots `[N, S]`.
+        num_accepted_tokens: int32 or int64 `[N]`, tokens of the last step that were accepted: 0 to
+            T, or 1 to S with slots `[N, S]`.
         intermediate_states: in state's dtype, `[rows, T, HV, ...]`, for up to T tokens per
             sequence.
         intermediate_state_indices: int32 or int64 `[N]`, the row of it for each sequence, or -1 to
@@ -144,7 +146,7 @@ def _inputs(*args, **kwargs):
 
 
 def _consistent(inputs):
-    """Replace the norm and the gates by the ones of training, for `NPU_OPS_CONSISTENT=1`.
+    """Compute the norm and the gates as training does, for `NPU_OPS_CONSISTENT=1`.
 
     `l2norm` normalizes q and k, and `gdn_gate` computes g and beta, as in a trainer.
     """

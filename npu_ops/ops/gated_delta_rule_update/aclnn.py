@@ -1,8 +1,8 @@
 """Gated Delta Net's decoding step by torch_npu's `npu_recurrent_gated_delta_rule`.
 
-Its limits are from torch_npu's documentation. The operator does not know slot -1, and reading the
-slots to find a -1 would wait for the device. So it works on states copied out of the pool, one for
-each token, and the states of real slots are copied back.
+Its limits are from torch_npu's documentation. The operator does not support slot -1, and looking
+for a -1 on the host would wait for the device. So the operator gets copies of the pool's states,
+one for each token, and the states of valid slots are copied back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def why_not(arguments) -> str | None:
 
 
 def limits(arguments) -> str | None:
-    """Return why torch_npu's operator does not support a call, or None. fla_npu's has the same
-    limits."""
+    """Return None, or why torch_npu's operator does not support a call.
+
+    fla_npu's operator has the same limits.
+    """
     q, v, state = arguments.q, arguments.v, arguments.state
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
@@ -63,7 +65,7 @@ def update_by(
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
     softplus_beta, softplus_threshold, o,
 ):  # fmt: skip
-    """Do the same as `gated_delta_rule_update` by `run`, which is called as `recurrent` is."""
+    """Compute `gated_delta_rule_update` by `run`, a function with the arguments of `recurrent`."""
     tokens, count = q.shape[0], state_indices.shape[0]
     pool = state if state_v_first else state.transpose(-1, -2)
     first, slots, right = _slots(state_indices, num_accepted_tokens, tokens // count)

@@ -30,11 +30,13 @@ MODELS = recurrent.MODELS
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`tokens` of `sequences` sequences, every third of which is skipped.
+    """`tokens` tokens in `sequences` sequences, every third of which is skipped.
 
-    mode: "decode", "sglang" (states kept after each token, some accepted) or "vllm" (a slot for
-    each token's state). packed: q, k and v in one tensor. ragged: by cu_seqlens, one of them empty.
-    pool: the dtype of the states; None: fp32, or fp64 with fp64 inputs.
+    mode: "decode", "sglang" (intermediate states, some tokens accepted) or "vllm" (a slot for the
+    state after each token).
+    packed: q, k and v are in one tensor.
+    ragged: lengths differ and are given by cu_seqlens; the first sequence is empty.
+    pool: the dtype of the states; None: fp32.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 

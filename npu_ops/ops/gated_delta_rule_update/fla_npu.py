@@ -1,8 +1,8 @@
 """Gated Delta Net's decoding step by fla_npu's `npu_recurrent_gated_delta_rule`.
 
-As `aclnn.py`, except for the lengths: they begin with one more number, of tokens in no sequence.
-The limits are from the documentation of fla_npu of August 2026; only a test double of the operator
-was ever called.
+It works as in `aclnn.py`, but the operator's lengths begin with an additional number: that of
+tokens in no sequence, 0 here. Its limits are from fla_npu's documentation of August 2026; only a
+test double of the operator was ever called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gated_delta_rule_update(*arguments) -> None:
 def _recurrent(q, k, v, states, beta, g, count: int, scale: float):
     """Compute what `aclnn.recurrent` does, but always pass num_accepted_tokens.
 
-    The documentation of fla_npu and that of torch_npu differ on what happens without it.
+    fla_npu's and torch_npu's documentation disagree on what the operator does without it.
     """
     tokens = q.shape[0]
     lengths = torch.full((count + 1,), tokens // count, dtype=torch.int32, device=q.device)

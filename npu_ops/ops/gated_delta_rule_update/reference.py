@@ -1,6 +1,6 @@
 """Reference of Gated Delta Net's decoding step, in plain PyTorch.
 
-Computes in fp32 (fp64 for fp64 inputs). Reads indices and lengths on the host.
+It computes in fp32 (fp64 for fp64 inputs), and reads indices and lengths on the host.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def sequences(
     tokens, state_indices, cu_seqlens, num_accepted_tokens, intermediate_states,
     intermediate_state_indices,
 ):  # fmt: skip
-    """Iterate over the sequences that are not skipped and have tokens, on the host.
+    """Iterate over the sequences that are not skipped and have tokens; read values on the host.
 
-    Yields:
-        Where its tokens begin, and where they end.
-        Where its state is: (0, slot) in the pool, or (1, row, step) in the intermediate states.
-        For each token, the slot to store the state after it in; -1 for none.
-        The row of the intermediate states to store these states in; -1 for none.
+    Yields for each sequence:
+        begin, end: its tokens.
+        first: where its state is: (0, slot) in the pool, or (1, row, step) in the intermediate
+            states.
+        slots: for each token, the slot for the state after it; -1: do not store this state.
+        row: the row of the intermediate states for these states; -1: do not store them there.
     """
     count = state_indices.shape[0]
     length = tokens // max(1, count)
@@ -76,7 +77,7 @@ def _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold):
         wide = compute_dtype(a, b)
         return a.to(wide).exp(), b.to(wide)
     wide = compute_dtype(a, b, A_log, dt_bias)
-    raw = a.to(wide) + dt_bias  # results with `raw` are as wide
+    raw = a.to(wide) + dt_bias  # what is computed from it has its dtype
     root, _, plus = rate_of(A_log, raw, softplus_beta, softplus_threshold)
     return torch.exp(-(root * plus * root)), b.to(wide).sigmoid()
 

@@ -28,18 +28,18 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 from npu_ops.ops.gdn_gate.softplus import is_plain
 from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 
-# State elements in a tile, from the bytes that the vendor's compiler reserves on chip for each.
+# State elements in a tile, from the bytes that the vendor's compiler reserves on chip per element.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
-# Heads in a tile of `_decode_kernel`. Numbers that a head has one of are vectors of this length.
+# Heads in a tile of `_decode_kernel`. Values per head, e.g. gates, are vectors of this length.
 DECODE_HEADS = 4
 
 
 @triton.jit
 def _span(cu_seqlens, n, sequences, length, tokens, right, last):
-    """Return where sequence n begins and its number of tokens.
+    """Return where sequence n begins, and its number of tokens.
 
-    The sequence after the last one has the unowned tokens.
+    The sequence after the last one stands for the unowned tokens.
     """
     if cu_seqlens is None:
         return tl.cast(n * length, tl.int64), length
@@ -123,7 +123,7 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
     qk_head = head // (HV // H)
     b_k = keys_of(_normalized(load_row(k + token * k_t, qk_head, key, K), NORMALIZE), V_FIRST)
     b_q = _normalized(load_row(q + token * q_t, qk_head, key, K), NORMALIZE) * scale
-    # Vectors of one number, because the scalar unit has no exp.
+    # Broadcast gates to vectors, because the scalar unit has no exp.
     log = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
     strength = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
     if A_log is not None:
@@ -150,9 +150,9 @@ def _update_kernel(
 ):  # fmt: skip
     """Loop over the tokens of each sequence; update its state and write its outputs.
 
-    steps: the most tokens of a sequence if the state after each token is kept. A state that must
-    not be read or written gets 0 keys, because a branch would end the pipelining of loads. One
-    additional sequence has the unowned tokens.
+    steps: maximum number of tokens of a sequence, if the state after each token is kept. A state
+    that must not be read or written gets 0 keys, because a branch would end the pipelining of
+    loads. If tokens are packed, one additional sequence stands for the unowned tokens.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None
@@ -234,12 +234,12 @@ def _decode_kernel(
     """Compute one token of each sequence and update its state, [slots, HV, V, K].
 
     A tile is [BH heads, BV values, BK keys]. A work item is a part of the values of BH heads, tile
-    by tile. Numbers that a head has one of are therefore vectors. The compiler would give a single
-    number to the scalar unit, which would wait for it before the next tile's loads start. k and q
-    are multiplied with the state before it decays: o = decay S q + (k q) change. new_state is the
-    same tensor as state: under one name, each load would wait for the store.
+    by tile. With several heads, values per head are vectors. The compiler would compute a single
+    value on the scalar unit, and the next tile's loads would wait for it. k and q are multiplied
+    with the state before it decays: o = decay S q + (k q) change. new_state is the same tensor as
+    state: with one name for both, the compiler would make each load wait for the store before.
     """
-    # no mask where none is needed: a mask of rows takes room as a tile does
+    # Use no mask if none is needed: a mask takes as much memory as a tile.
     ALL: tl.constexpr = (HV % BH == 0) & (K == BK)
     across: tl.constexpr = (HV + BH - 1) // BH
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -274,8 +274,7 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            # ascendnpu-ir 1.1 cannot compile a condition that is the same for all numbers of a
-            # tile.
+            # ascendnpu-ir 1.1 cannot compile tl.where with one condition for a whole tile.
             whose = there[:, None] & (value < V)[None, :]
             out = tl.where(whose, out, tl.where(slot == -1, 0.0, float("nan")))
             tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)

@@ -25,9 +25,10 @@ def gdn_gate(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute the log decay `g = -exp(A_log) * softplus(a + dt_bias)`, and `beta = sigmoid(b)`.
 
-    Computes in fp32 in one pass. No intermediate result overflows if the final one does not. The
-    gradients of A_log and dt_bias are summed over all tokens in fp32, in a fixed order. With
-    `NPU_OPS_CONSISTENT=1` PyTorch computes the gates, as in models (docs/invariance.md).
+    It computes in fp32 (float64: in float64) in one pass. No intermediate result overflows if the
+    final one does not. The gradients of A_log and dt_bias are summed over all tokens in fp32, in a
+    fixed order. With `NPU_OPS_CONSISTENT=1` PyTorch computes the gates, as in models
+    (docs/invariance.md).
 
     Args:
         a: `[..., HV]`, float32, bfloat16, float16 or float64; a slice of a projection is read
@@ -64,7 +65,7 @@ def gdn_gate(
 def of_models(a, A_log, dt_bias, b, beta_scale, softplus_beta, softplus_threshold):
     """Compute g and beta with the PyTorch operators of transformers and Megatron, in their order.
 
-    So they have the same bits as in a trainer whose gates are not replaced.
+    The results have the bits of a trainer whose gates are not replaced.
     """
     raw = a.float() if dt_bias is None else a.float() + dt_bias
     g = -A_log.float().exp() * F.softplus(raw, softplus_beta, softplus_threshold)

@@ -10,8 +10,8 @@ from npu_ops.ops.gdn_gate.softplus import rate_of
 def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold):
     """Compute g = -exp(A_log) * softplus(a + dt_bias), and beta = scale * sigmoid(b) or None.
 
-    a, b: [..., HV]; A_log, dt_bias: [HV]. Computes in fp32 (fp64 if an input is). g keeps that
-    dtype, beta is rounded to b's. softplus is torch's: log(1 + exp(softplus_beta x)) /
+    a, b: [..., HV]; A_log, dt_bias: [HV]. g and beta are computed in fp32 (fp64 if an input is). g
+    keeps that dtype, beta is rounded to b's. softplus is torch's: log(1 + exp(softplus_beta x)) /
     softplus_beta, or x if softplus_beta x exceeds the threshold.
     """
     wide = g_dtype(a, A_log, dt_bias)
@@ -28,7 +28,8 @@ def gdn_gate_backward(
 ):
     """Return the gradients of a, A_log, dt_bias and b (None without b).
 
-    Those of A_log and dt_bias are fp32 or fp64. That of dt_bias sums a's gradient before rounding.
+    The gradients of A_log and dt_bias are fp32 or fp64. The gradient of dt_bias is the sum of a's
+    gradient before that is rounded to a's dtype.
     """
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)

@@ -12,11 +12,11 @@ _STRAIGHT = 17.0
 def rate_of(A_log, x, beta: float, threshold: float):
     """Return root, slope and plus: `exp(A_log) softplus(x)` is `root * plus * root`.
 
-    Its derivative is `root * slope * root`. softplus is x where `beta x` is above the threshold,
-    else `log(1 + exp(beta x)) / beta`. exp(A_log) and softplus may leave the range of the dtype
-    even where their product does not. So below -40, where softplus is `exp(beta x) / beta` in fp64,
-    root includes the factor below `exp(-40)`. Above 40 torch's softplus would overflow, and is its
-    argument.
+    Its derivative is `root * slope * root`. softplus is x if `beta x` is above the threshold, else
+    `log(1 + exp(beta x)) / beta`. exp(A_log) or softplus may overflow or underflow even if their
+    product does not. So for `beta x` below -40, where softplus is `exp(beta x) / beta` even in
+    fp64, root includes `exp(beta x + 40)`, and plus only the rest. Above 40, softplus is its
+    argument: exp could overflow.
     """
     bent = beta * x
     far = bent < -40

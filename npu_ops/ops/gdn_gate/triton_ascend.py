@@ -16,9 +16,9 @@ from npu_ops.ops.gdn_gate.softplus import is_plain
 
 # Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
 TILE = tile_elements(96)
-WIDEST = 512  # heads
-NARROWEST = 16  # narrower rows are not worth a vector instruction
-# Pieces that the rows are cut into for the sums over them.
+WIDEST = 512  # maximum number of heads in a tile
+NARROWEST = 16  # minimum: narrower rows are not worth a vector instruction
+# Maximum number of pieces into which the rows are cut to sum over them.
 PIECES = 48
 
 
@@ -45,10 +45,10 @@ def _sigmoid_and_softplus(x):
 def rate_of(x, A_log, beta, threshold, PLAIN: tl.constexpr):
     """Return root, slope and plus: exp(A_log) softplus(x) is root * plus * root.
 
-    Its derivative is root * slope * root. exp(A_log) and softplus may leave the range of floats
-    even where their product does not. So below -17, where softplus is exp(beta x) / beta, root
-    includes the factor below exp(-17). softplus(x) is log(1 + exp(beta x)) / beta, or x above the
-    threshold.
+    Its derivative is root * slope * root. softplus(x) is log(1 + exp(beta x)) / beta, or x if
+    beta x is above the threshold. exp(A_log) or softplus may overflow or underflow even if their
+    product does not. So for beta x below -17, where softplus is exp(beta x) / beta in fp32, root
+    includes exp(beta x + 17), and plus only the rest.
     """
     bent = x if PLAIN else x * beta
     far = bent < -17.0
@@ -117,7 +117,7 @@ def _gdn_gate_backward_kernel(
     gg_row, gbeta_row, a_row, b_row, ga_row, gb_row, HAS_BIAS: tl.constexpr, BETA: tl.constexpr,
     PLAIN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients; a piece of work is `row_tiles` tiles and one row of each sum."""
+    """Write the gradients. Each piece of `row_tiles` tiles writes a row of A_sums and bias_sums."""
     across = tl.cdiv(heads, BH)
     pieces = tl.cdiv(rows, BT * row_tiles)
     for work in range(tl.program_id(0), pieces * across, tl.num_programs(0)):
@@ -130,12 +130,12 @@ def _gdn_gate_backward_kernel(
         for tile in range(0, row_tiles):
             row = (piece * row_tiles + tile) * BT + tl.arange(0, BT)
             mask = (row < rows)[:, None] & exists[None, :]
-            # Rows that do not exist have a root of 0: infinity times their gradient of 0 would be
-            # NaN.
+            # x = -inf gives absent rows a root of 0. Otherwise their root could be infinite, and
+            # times their gradient of 0 it would be NaN.
             x = tl.where(mask, _load(a, row, column, a_row, mask) + bias, float("-inf"))
             root, slope, plus = rate_of(x, rate, softplus_beta, softplus_threshold, PLAIN)
             grad = 0.0 - _load(grad_g, row, column, gg_row, mask)
-            # The order of the factors keeps every product in the range of floats if the result is.
+            # In this order, no product overflows or underflows unless the result does.
             of_a = root * slope * grad * root
             _store(grad_a, of_a, row, column, ga_row, mask)
             A_sum += tl.sum(root * plus * grad * root, axis=0)

@@ -31,7 +31,7 @@ def spans(ends: torch.Tensor) -> Iterator[slice]:
 def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others=()) -> None:
     """Write 0 to rows behind the last group, and NaN to everything if clamping changed offs.
 
-    others: results without rows.
+    by_row: results `[T, ...]`. others: results by group.
     """
     wrong = (ends != offs).any()
     for x in by_row:

@@ -1,7 +1,7 @@
 """grouped_linear in Triton, for Ascend and NVIDIA. Reference: reference.py
 
 Tiles and sums are those of `linear`, so a row has the same bits. The tiles of all groups are
-numbered. A program reads where every group ends and computes the tiles with its own numbers.
+numbered in order. Program p of n reads where every group ends, and computes tiles p, p + n, ...
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ def l2norm(
 ) -> torch.Tensor:
     """Compute `x / sqrt(sum(x^2) + eps)` over the last dimension, in fp32, rounded once.
 
-    eps is under the root, unlike in `torch.nn.functional.normalize`. Takes the calls of
-    flash-linear-attention and of Hugging Face. The latter computes in x's dtype: in bfloat16 it
-    also rounds x^2, the sum and the root.
+    eps is under the root, unlike in `torch.nn.functional.normalize`. This function accepts calls
+    written for the l2norm of flash-linear-attention or Hugging Face. Hugging Face's computes in x's
+    dtype: in bfloat16 it also rounds x^2, the sum and the root.
 
     Args:
         x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a fused projection is read

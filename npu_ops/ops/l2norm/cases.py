@@ -11,8 +11,8 @@ from npu_ops.core.cases import Call, RowCase, options, shaped, values, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
-# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. In fp32
-# the sum over a row counts too, and the gradient is a difference.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
+# fp32 tolerance also covers the sum over a row, and the gradient, which is a difference.
 TOLERANCES = tolerances((2e-15, 1e-14), (6e-7, 1e-6), (4e-4, 6e-4), (2.5e-3, 5e-3))
 
 

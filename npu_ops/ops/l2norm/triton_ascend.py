@@ -26,7 +26,7 @@ def _reciprocal_norm(squares, eps):
 
 @triton.jit
 def _gradient(grad, value, rstd, dots):
-    """Return the gradient of `value`. dots: products of whole rows of it and `grad`, [BO, BI]."""
+    """Return the gradient of `value`. dots: sums of grad * value over whole rows, [BO, BI]."""
     along = dots[:, :, None] * rstd
     return rstd * (grad - value * rstd * along)
 

@@ -28,15 +28,15 @@ def apply_multimodal_rotary_pos_emb(
     inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate q and k by angles of three axes, in one launch. Takes Hugging Face's Qwen2-VL calls.
+    """Rotate q and k by angles of three axes, in one launch.
 
-    `section_layout` says which axis owns a frequency. `pair_layout` says which elements rotate
-    together. The two are independent. If the three axes have equal rows, the result equals
-    `apply_rotary_pos_emb` exactly.
+    It accepts calls written for Hugging Face's Qwen2-VL. `section_layout` says which axis owns a
+    frequency. `pair_layout` says which elements rotate together. The two are independent. If the
+    three axes have equal rows, the result equals `apply_rotary_pos_emb` exactly.
 
     Args:
         q, k, unsqueeze_dim, layout, pair_layout, rotary_dim, inverse, inplace: as in
-        `apply_rotary_pos_emb`.
+            `apply_rotary_pos_emb`.
         cos, sin: `[3, B, S, W]`, `[3, 1, S, W]` or, for TND, `[3, T, W]`: rows T, H, W.
         mrope_section: number of the R / 2 frequencies that T, H and W own, e.g. [24, 20, 20].
             Frequencies beyond R / 2 are ignored, as in vLLM's and sgl-kernel-npu's kernels.
@@ -112,7 +112,7 @@ def apply_multimodal_rotary_pos_emb_cached(
         q, k: `[T, N, D]`, or `[T, N * D]` with `head_dim=D`; k may be None.
         cos_sin_cache: `[max_position, R]`, cosines in the first R / 2 columns, sines in the rest.
         mrope_section, section_layout, pair_layout, inverse, inplace: as in
-        `apply_multimodal_rotary_pos_emb`.
+            `apply_multimodal_rotary_pos_emb`.
         rotary_dim: R; None: the cache's width. If given, it must equal that width.
         head_dim: D, for two-dimensional q and k.
 

@@ -1,7 +1,7 @@
 """Multimodal rotation by torch_npu's `npu_mrope`: the serving form, from one cache.
 
-Its limits are from torch_npu's documentation. A position outside of the cache is an address outside
-of it for this operator, because values on a device are not checked. Our own kernels return NaN.
+Its limits are from torch_npu's documentation. Positions on a device are not checked. For a position
+outside the cache this operator reads memory outside the cache; our own kernels return NaN.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def half_table_case(section: tuple[int, int, int], section_layout: str) -> Case:
     return Case(*rope_part, half_table=True, mrope_section=section, section_layout=section_layout)
 
 
-# The fifth of five odd lengths has the first combination again.
+# Four combinations for five odd lengths: the fifth length uses the first combination again.
 BOTH_LAYOUTS = list(itertools.product(("interleaved", "chunked"), ("half", "interleaved")))
 
 CASES = [

@@ -10,10 +10,10 @@ SECTION_LAYOUTS = ("chunked", "interleaved")
 
 
 def resolve_section(section, section_layout, frequencies) -> list[int]:
-    """Return the number of the `frequencies` that belong to T, H and W with these sections.
+    """Check the sections, and return how many of the `frequencies` T, H and W own.
 
-    The sum of the sections may be larger: they end where the frequencies do, as in vLLM's and
-    sgl-kernel-npu's kernels.
+    The sections may have a larger sum: what lies beyond the last frequency is ignored, as in
+    vLLM's and sgl-kernel-npu's kernels.
     """
     check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
     if not isinstance(section, Sequence):

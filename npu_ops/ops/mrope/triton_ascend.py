@@ -2,7 +2,8 @@
 
 Reference: reference.py
 
-As rope, except that a tile's coefficients come from three rows, T, H and W, merged on chip.
+It works as in rope/triton_ascend.py, but a tile's coefficients are merged on chip from the table
+rows of three axes, T, H and W.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def load_axis(table, positions, axis, token, b, rows, length, table_a, table_b, 
                FULL: tl.constexpr, INDEXED: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     """Load the table entries of one axis, in the form of `load_row`.
 
-    token: int32 [BT, 1], or one if indexed; Ascend compares int64 on the scalar unit.
+    token: int32 [BT, 1], or a scalar if INDEXED. It is int32 because Ascend compares int64 on the
+    scalar unit.
     """
     if INDEXED:
         place = positions + axis * pos_a + b * pos_b + token.to(tl.int64) * pos_s

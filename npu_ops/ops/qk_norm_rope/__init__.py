@@ -37,8 +37,8 @@ def qk_norm_rope(
 ) -> Outputs:
     """Split a fused projection, RMS-normalize each head of q and k, and rotate them, in one pass.
 
-    Computes in fp32 for every dtype and rounds once; a separate norm and rotation round twice,
-    transformers four times. With `NPU_OPS_CONSISTENT` it rounds twice, as training does. The
+    It computes in fp32 (float64: in float64) and rounds once. A separate norm and rotation round
+    twice, transformers four times. With `NPU_OPS_CONSISTENT` it rounds twice, as training does. The
     gradients of the weights are summed in fp32, in a fixed order.
 
     Args:

@@ -23,10 +23,10 @@ TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 4e-6), (5e-4, 1e-3), (4e-3, 8e-3)
 class Case:
     """qkv is [batch, tokens, ..], or packed [tokens, ..] if batch is None.
 
-    section: of three axes; None for one axis. cached: positions and an fp32 cache instead of
-    tables.
+    section: mrope_section of three axes; None for one axis.
+    cached: pass positions and an fp32 cache instead of tables.
     half_table: cos and sin have one column for each pair.
-    behind: elements of each token behind those that the function splits.
+    behind: number of elements of each token behind those that the function splits.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 

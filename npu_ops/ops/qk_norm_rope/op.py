@@ -35,14 +35,14 @@ def _outputs(inputs):
 
 
 def _gradients(inputs):
-    """Allocate the gradients; those of the weights, which are sums, in fp32 or fp64."""
+    """Allocate the gradients. Those of the weights are sums over tokens, so in fp32 or fp64."""
     wide = compute_dtype(inputs.qkv, inputs.q_weight, inputs.k_weight)
     weights = (dense_like(weight, wide) for weight in (inputs.q_weight, inputs.k_weight))
     return dense_like(inputs.qkv), *weights
 
 
 def _lay_out(arguments):
-    """Make packed tokens a batch of one, and last dimensions contiguous, as in outputs."""
+    """View packed tokens as a batch of one, and make last dimensions contiguous."""
     packed = arguments.qkv.dim() == 2
     results = ("q", "k", "v", "gate")
     batched = ("qkv", "grad_qkv", *results, *(f"grad_{name}" for name in results))

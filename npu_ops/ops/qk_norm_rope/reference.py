@@ -13,11 +13,14 @@ def qk_norm_rope(
     qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
     gated, mrope_section, section_layout, pair_layout, rotary_dim,
 ):  # fmt: skip
-    """Return q and k normalized and rotated, and v and the gate unchanged; gate is None if not
-    gated.
+    """Return q and k normalized and rotated, and v and the gate unchanged.
+
+    The gate is None if not gated.
 
     qkv: [B, S, W], see `split`. cos, sin: [A, Bc, rows, W]; A is 3 with an mrope_section, else 1.
-    positions: None or [A, Bp, S] rows. Computes in fp32 (fp64 if an input is) and rounds once.
+    positions: None or [A, Bp, S] rows.
+
+    q and k are computed in fp32 (fp64 if an input is) and rounded once.
     """
     q, k, v, gate = split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
     wide = compute_dtype(qkv, q_weight, k_weight)
@@ -63,11 +66,10 @@ def qk_norm_rope_backward(
 
 
 def split(qkv, num_heads, num_kv_heads, head_dim, gated):
-    """Split a projection [..., W] into views: q [..., N, D], k and v [..., KV, D], gate as q or
-    None.
+    """Split a projection [..., W] into views: q [..., N, D], k and v [..., KV, D], and the gate.
 
-    A token's row is its queries, its keys, its values. If gated, each head's query is followed by
-    its gate.
+    The gate is [..., N, D] or None. A token's row is its queries, its keys, its values. If gated,
+    each head's query is followed by its gate.
     """
     queries = num_heads * (2 if gated else 1)
     heads = qkv.view(*qkv.shape[:-1], queries + 2 * num_kv_heads, head_dim)

@@ -16,15 +16,14 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.mrope.triton_ascend import load_axis, load_merged
 from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_direction
 
-# Elements of heads in a tile, from the bytes that the vendor's compiler reserves on chip for each
-# (fp32).
-# The key is whether pairs are interleaved: splitting those takes more room.
+# Whether pairs are interleaved -> elements in a tile, from the bytes that the vendor's compiler
+# reserves on chip per element (fp32). Splitting interleaved pairs takes more memory.
 TILE = {False: tile_elements(48), True: tile_elements(96)}
 BACKWARD_TILE = {False: tile_elements(96), True: tile_elements(192)}
-# The most tokens in a tile. Their coefficients lie on chip too, those of three axes. With more than
-# one token, the compiler copies them for every head, for which the backward kernel has no room.
+# Maximum number of tokens in a tile. The coefficients of three axes are on chip, too. With more
+# than one token, the compiler copies them for every head, which does not fit in the backward.
 TOKENS, BACKWARD_TOKENS = 4, 1
-# Pieces that the tokens are cut into for the sums over them.
+# Maximum number of pieces into which the tokens are cut to sum over them.
 PIECES = 48
 
 
@@ -34,8 +33,8 @@ def _load_head(x, exists, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr
                BH: tl.constexpr):  # fmt: skip
     """Load heads `[BT, BH, ..]` as fp32: first elements of pairs, second elements, and the tail.
 
-    The tail are the elements that are not rotated; do not use it if TAIL is 0. Masked elements
-    are 0.
+    The tail is the part of a head that is not rotated; it is meaningless if TAIL is 0. Masked
+    elements are 0.
     """
     if INTERLEAVED:  # one contiguous load, split on chip: strided loads are slow
         e = tl.arange(0, 2 * P)[None, None, :]
@@ -272,7 +271,7 @@ def _qk_norm_rope_kernel(
 @triton.jit
 def _store_sums(sums, first, second, tail, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
                 TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Add up the sums of `ROWS` heads, and write a row in a head's order."""
+    """Add up the sums of `ROWS` heads, and write one row in the order of a head's elements."""
     first = tl.sum(tl.reshape(first, (ROWS, P)), axis=0)[None, None, :]
     second = tl.sum(tl.reshape(second, (ROWS, P)), axis=0)[None, None, :]
     tail = tl.sum(tl.reshape(tail, (ROWS, BD)), axis=0)[None, None, :]
@@ -293,9 +292,9 @@ def _qk_norm_rope_backward_kernel(
     HAS_V: tl.constexpr, HAS_GATE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients; a piece of work is `piece_tiles` tiles.
+    """Write the gradients. A piece of work is `piece_tiles` tiles.
 
-    Its sums are one row, of q and then of k.
+    Each piece writes one row of sums, first of q's weight, then of k's weight.
     """
     STEP: tl.constexpr = 2 * D if GATED else D
     qw1, qw2, qw3 = _multipliers(q_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
@@ -317,7 +316,7 @@ def _qk_norm_rope_backward_kernel(
             )  # fmt: skip
             token = start + tl.arange(0, BT)[:, None, None]
             at, inside = token.to(tl.int64), token < length
-            # It is NaN beyond the last token and pair, which the sums must not include.
+            # Coefficients are NaN beyond the last token and pair. Keep them out of the sums.
             if not INDEXED or P > PAIRS:
                 j = tl.arange(0, P)[None, None, :]
                 there = inside & (j < PAIRS)

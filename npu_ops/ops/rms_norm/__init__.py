@@ -16,8 +16,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    Computes in fp32 and rounds once; transformers' Llama and Qwen3 round to x's dtype before they
-    multiply by weight. The gradient of weight is summed in fp32, in a fixed order.
+    It computes in fp32 (float64: in float64) and rounds once. transformers' Llama and Qwen3 round
+    to x's dtype before they multiply by weight. The gradient of weight is summed in fp32, in a
+    fixed order.
 
     Args:
         x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read

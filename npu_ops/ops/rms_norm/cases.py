@@ -20,7 +20,7 @@ TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (1e-3, 1.2e-3), (8e-3, 1e-
 
 @dataclasses.dataclass(frozen=True)
 class Case(RowCase):
-    """add: a case of `add_rms_norm`. weight_dtype: None for that of x."""
+    """add: a case of `add_rms_norm`. weight_dtype: None for x's dtype."""
 
     add: bool = False
     zero_centered: bool = False
@@ -99,7 +99,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Return the cases before every layer, and of the heads of q and k."""
+    """Return the norm before a layer, and the norm of q's heads."""
     zero_centered = model.linear is not None
     return [
         Case("hidden", tokens, 1, model.hidden, add=True, zero_centered=zero_centered),

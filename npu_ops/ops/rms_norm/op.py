@@ -11,13 +11,13 @@ _SETTINGS = "Tensor weight, float eps, bool zero_centered"
 
 
 def _gradients(inputs):
-    """Allocate the gradients; that of weight, a sum, in fp32 or fp64."""
+    """Allocate the gradients. The gradient of weight, a sum over rows, is fp32 or fp64."""
     *_, x, weight, _, _ = inputs
     return dense_like(x), dense_like(weight, reference.compute_dtype(x, weight))
 
 
 def _lay_out_gradients(arguments):
-    """Lay out the gradients as rows. grad_total is None if the sum was not used."""
+    """Lay out the arguments as rows. grad_total is None if the caller did not use the sum."""
     unused = arguments.grad_total is None
     given = ["grad_out", "total"] if unused else ["grad_out", "grad_total", "total"]
     return lay_out_rows(given, ["grad_x"], groups="weight")(arguments)

@@ -1,8 +1,8 @@
 """rms_norm and add_rms_norm in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py). The rows
-are cut into pieces. One program sums the gradient of weight over a piece, and the pieces are added
-up at the end: without atomics, the result is the same in each run.
+Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py). In the
+backward, the rows are cut into pieces. A program sums the gradient of weight over a piece, and the
+sums of all pieces are added at the end. Without atomics, the result is the same in each run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_ops.core.rows_triton_ascend import (
 # Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(48)
-# Pieces that the rows are cut into for the sums over them.
+# Maximum number of pieces into which the rows are cut to sum over them.
 PIECES = 48
 
 
@@ -90,7 +90,10 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _exists(tile, outer, inner, BO: tl.constexpr, BI: tl.constexpr):
-    """Return which rows of a tile exist, [BO, BI, 1]; the int64 of `rows_of` is slow to compare."""
+    """Return which rows of a tile exist, [BO, BI, 1].
+
+    The rows that `rows_of` returns are int64, which is slow to compare.
+    """
     across = tl.cdiv(inner, BI)
     o = tile // across * BO + tl.arange(0, BO)[:, None, None]
     i = tile % across * BI + tl.arange(0, BI)[None, :, None]
@@ -103,9 +106,9 @@ def _backward_kernel(
     g_inner, t_outer, t_inner, x_outer, x_inner, gx_outer, gx_inner,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients; a piece of work is `piece_tiles` tiles of whole rows.
+    """Write the gradients. A piece of work is `piece_tiles` tiles of whole rows.
 
-    Its sums are one row. grad_total: None, or a gradient that is added to that of x.
+    Each piece writes one row of sums. grad_total: None, or a gradient to add to that of x.
     """
     tiles = row_tiles(outer, inner, BO, BI)
     column = tl.arange(0, BD)
@@ -135,7 +138,7 @@ def _wide_backward_kernel(
     grad, grad_total, x, weight, grad_x, reciprocals, outer, inner, shift, eps, g_outer, g_inner,
     t_outer, t_inner, x_outer, x_inner, gx_outer, gx_inner, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of x for rows that do not fit, and the reciprocal RMS of each row.
+    """Write the gradient of x for rows wider than a tile, and the reciprocal RMS of each row.
 
     `_wide_weight_kernel` uses the reciprocals for the gradient of weight.
     """
@@ -207,7 +210,7 @@ def add_rms_norm_backward(
     strides = [s for x in tensors for s in ((0, 0) if x is None else x.stride()[:2])]
     fits = BACKWARD_TILE // (
         2 if total.dtype == torch.float32 else 1
-    )  # two buffers of what it reads
+    )  # double buffers of fp32 inputs take more memory
     if bd > fits:
         sums = _wide_backward(*tensors, weight, shift, eps, strides)
     else:

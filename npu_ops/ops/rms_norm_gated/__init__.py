@@ -23,10 +23,10 @@ def rms_norm_gated(
 ) -> torch.Tensor:
     """Compute `rmsnorm(x) * weight * act(z)`, or `rmsnorm(x * act(z)) * weight`.
 
-    rmsnorm(x) is `x / sqrt(mean(x^2) + eps)` over the last dimension. Computes in fp32 and rounds
-    once. transformers rounds rmsnorm(x) to x's dtype before it multiplies by weight and, if weight
-    is not fp32, again before it multiplies by the gate. The gradient of weight is summed in fp32,
-    in a fixed order.
+    rmsnorm(x) is `x / sqrt(mean(x^2) + eps)` over the last dimension. The result is computed in
+    fp32 (float64: in float64) and rounded once. transformers rounds rmsnorm(x) to x's dtype before
+    it multiplies by weight and, if weight is not fp32, again before it multiplies by the gate. The
+    gradient of weight is summed in fp32, in a fixed order.
 
     Args:
         x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read

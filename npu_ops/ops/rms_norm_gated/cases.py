@@ -22,8 +22,8 @@ TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3)
 class Case:
     """x is [tokens, heads, dim].
 
-    behind: elements of each token that lie behind z in its projection.
-    weight_dtype: None for that of x and z.
+    behind: number of elements of each token that lie behind z in its projection.
+    weight_dtype: None for the dtype of x and z.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -56,7 +56,7 @@ class Case:
 
 
 def odd_cases():
-    """Yield cases of each tail, formula and activation, with and without a strided z."""
+    """Yield cases of odd sizes for each formula and activation, with and without a strided z."""
     shapes = ((0, 60), (1, 7), (63, 60), (65, 129), (31, 256))
     for index, (tokens, dim) in enumerate(shapes):
         for before in (True, False):

@@ -8,7 +8,7 @@ from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import lay_out_rows, rows_up_to
 from npu_ops.ops.rms_norm_gated import reference
 
-# Longer rows do not fit their sums into a vector core's memory (csrc/rms_norm_gated).
+# The sums of longer rows do not fit into a vector core's memory (csrc/rms_norm_gated).
 _up_to_16384 = rows_up_to("weight", 16384)
 
 # weight is [D], or [groups, D / groups] if x and z are normalized in groups.
@@ -21,7 +21,7 @@ def _mixed(arguments) -> str | None:
 
 
 def _gradients(inputs):
-    """Allocate the gradients; that of weight, a sum, in fp32 or fp64."""
+    """Allocate the gradients. The gradient of weight, a sum over rows, is fp32 or fp64."""
     wide = reference.compute_dtype(*inputs[:4])
     return dense_like(inputs.x), dense_like(inputs.weight, wide), dense_like(inputs.z)
 

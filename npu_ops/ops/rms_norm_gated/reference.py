@@ -6,11 +6,10 @@ import torch
 
 
 def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation):
-    """Compute rmsnorm(x) * weight * act(z), or rmsnorm(x * act(z)) * weight, over the last
-    dimension.
+    """Compute rmsnorm(x) * weight * act(z), or rmsnorm(x * act(z)) * weight.
 
-    weight broadcasts to x and z. Computes in fp32 (fp64 if an input is) and rounds once to x's
-    dtype.
+    The norm is over the last dimension. weight broadcasts to x and z. The result is computed in
+    fp32 (fp64 if an input is fp64) and rounded once to x's dtype.
     """
     wide_x, w, wide_z = _widened(x, weight, z)
     gate = activate(wide_z, activation)
@@ -20,7 +19,7 @@ def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation):
 
 
 def rms_norm_gated_backward(grad, x, weight, z, eps, norm_before_gate, activation):
-    """Return the gradients of x, weight and z; that of weight in fp32 or fp64."""
+    """Return the gradients of x, weight and z. The gradient of weight is fp32 or fp64."""
     grad, wide_x, w, wide_z = _widened(grad, x, weight, z)
     gate, slope = activate(wide_z, activation), activation_slope(wide_z, activation)
     u = wide_x if norm_before_gate else wide_x * gate

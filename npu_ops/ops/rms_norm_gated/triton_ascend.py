@@ -1,8 +1,8 @@
 """rms_norm_gated in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-A program loops over tiles of BO outer by BI inner whole rows: [BO, BI, BD]. Rows that do not fit
-on chip are read twice, in blocks of BD columns, by the `_wide` kernels. If each inner index is a
-group with weights of its own, a tile has one inner index.
+A program loops over tiles of BO outer by BI inner whole rows: [BO, BI, BD]. The `_wide` kernels are
+for rows that do not fit on chip. They read a row twice, in blocks of BD columns. If each inner
+index is a group with its own weights, a tile has one inner index.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 # Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
 TILE = tile_elements(48)
 BACKWARD_TILE = tile_elements(96)
-WIDE_BLOCK = 1024  # columns of a row that does not fit
-NARROWEST = 16  # narrower rows are not worth a vector instruction
-# Pieces that the rows are cut into for the sums over them.
+WIDE_BLOCK = 1024  # columns per block of a row that does not fit
+NARROWEST = 16  # minimum: narrower rows are not worth a vector instruction
+# Maximum number of pieces into which the rows are cut to sum over them.
 PIECES = 48
 
 
@@ -125,7 +125,7 @@ def _rms_norm_gated_backward_kernel(
     """Compute grad_x and grad_z, and partial sums of the weight's gradient.
 
     A work item is `piece_tiles` tiles whose rows share one group of weights. It writes one row of
-    `sums`. members: how many inner indices share a group of weights: all of them, or one.
+    `sums`. members: number of inner indices that share a group of weights: all of them, or one.
     """
     across = tl.cdiv(members, BI)
     pieces = tl.cdiv(tl.cdiv(outer, BO) * across, piece_tiles)

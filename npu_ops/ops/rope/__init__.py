@@ -27,10 +27,10 @@ def apply_rotary_pos_emb(
     inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate q and k by their tokens' angles, in one launch. Takes Hugging Face's calls.
+    """Rotate q and k by their tokens' angles, in one launch.
 
-    Computes in fp32 for every dtype and rounds once. Strided q and k (slices of a fused qkv) are
-    read without a copy.
+    It accepts calls written for Hugging Face's function. It computes in fp32 (float64: in float64)
+    and rounds once. Strided q and k (slices of a fused qkv) are read without a copy.
 
     Args:
         q: `[B, S, N, D]`, `[S, B, N, D]`, `[B, N, S, D]` or `[T, N, D]`; float32, bfloat16, float16

@@ -11,7 +11,7 @@ from npu_ops.core import check
 from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 from npu_ops.ops.rope import reference
 
-_BELOW = 896  # elements of a rotation; the operators support fewer than this
+_BELOW = 896  # the operators support a rotary dimension below this
 _IN_PLACE = (64, 128)  # head dimensions of npu_apply_rotary_pos_emb
 # The rotary mode of torch_npu for each pair layout.
 _MODES = {"half": "half", "interleaved": "interleave"}
@@ -52,9 +52,10 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
 
 
 def _tables(cos, sin, pair_layout: str, inverse: bool, rotary_dim: int):
-    """Return cos and sin in full width, with swapped and negated sines for the inverse.
+    """Return cos and sin in full width; for the inverse, with swapped and negated sines.
 
-    The inverse is the transpose: each element uses the sine of the other element of its pair.
+    The inverse of a rotation is its transpose, in which an element uses the sine of the other
+    element of its pair.
     """
     if cos.shape[-1] != rotary_dim:
         cos, sin = (reference.join_pairs(x, x, pair_layout) for x in (cos, sin))

@@ -17,8 +17,10 @@ _MODES = {
 
 
 def check_pair_layout(value) -> None:
-    """Raise ValueError unless `value` is a pair layout. If it names a rotary mode of torch_npu, the
-    error names the layout that means the same."""
+    """Raise ValueError unless `value` is a pair layout.
+
+    If it is a rotary mode of torch_npu, the error says how to express this mode.
+    """
     mode = _MODES.get(value) if isinstance(value, str) else None
     if mode:
         needs = f"'half' or 'interleaved' (torch_npu's mode: {mode})"
@@ -48,7 +50,7 @@ def size(x, layout: str, axis: str) -> int:
 
 
 def check_heads(q, k, layout: str) -> None:
-    """Check that k equals q in shape, except for the heads, in dtype and in device."""
+    """Check that k has q's dtype, device and, except for the number of heads, shape."""
     if k is None:
         return
     check.floating("k", k)

@@ -49,10 +49,9 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Return arguments of `apply_rotary_pos_emb`: normal q and k, fp32 tables of random
-        positions.
+        """Return arguments of `apply_rotary_pos_emb`, the same on every device.
 
-        They are the same on every device.
+        q and k are normal; the tables are fp32, of random positions.
         """
         draw = torch.Generator().manual_seed(seed)
         shape = () if self.layout == "TND" else (self.batch,)

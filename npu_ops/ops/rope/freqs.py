@@ -33,22 +33,26 @@ def apply_rotary_pos_emb_freqs(
             `[max_s, 1, 1, R]`; full-width, R <= D. Elements from R on are copied.
         layout, pair_layout, inverse, inplace: as in `apply_rotary_pos_emb`.
         mscale: multiplies cos and sin (YaRN).
-        cu_seqlens: TND, `[n + 1]` with the leading 0, of the whole sequences, whatever cp_size.
+        cu_seqlens: for TND: `[n + 1]` with the leading 0, of the whole sequences for any cp_size.
             Results of tokens after the last sequence are 0.
-        max_seqlen: freqs are per packed token if there are more of them than this; None: if there
-            are as many as tokens on all cp ranks.
-        cp_size, cp_rank: context parallel: this rank has chunks cp_rank and 2 cp_size - 1 - cp_rank
-            of the 2 cp_size equal chunks of each sequence, whose length is a multiple of that. For
-            cu_seqlens alone: without them freqs are those of this rank's tokens.
+        max_seqlen: if freqs have more rows than this, each row belongs to a packed token, else to a
+            position. None: rows belong to packed tokens if there are as many as tokens on all
+            context-parallel ranks.
+        cp_size, cp_rank: context parallelism, only with cu_seqlens: each sequence has 2 cp_size
+            equal chunks, and this rank has chunks cp_rank and 2 cp_size - 1 - cp_rank. Without
+            cu_seqlens, freqs belong to this rank's tokens.
 
     Returns:
-        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+        The rotated q and k, with the shapes and dtypes of q and k; None if k is None.
+        Differentiable in q and k.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, a device, freqs that require a gradient, `inplace`
-            where a gradient is needed, cp_rank outside cp_size, cp_size without cu_seqlens; lengths
-            that are wrong or longer than freqs (on the CPU; on a device the tokens concerned become
-            NaN, all of them where lengths decrease, do not begin with 0 or end behind the tokens).
+        TypeError: a dtype is not supported.
+        ValueError: a shape or a device is invalid; freqs require a gradient; `inplace` is set and a
+            gradient is needed; cp_rank is not below cp_size; cp_size is not 1 without cu_seqlens;
+            lengths are invalid or longer than freqs (on the CPU; on a device the tokens concerned
+            become NaN, and all tokens if lengths decrease, do not begin with 0 or end behind the
+            tokens).
 
     Source: Megatron-LM `megatron/core/models/common/embeddings/rope_utils.py`.
     """

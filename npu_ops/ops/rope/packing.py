@@ -1,7 +1,8 @@
-"""The table rows of packed tokens, as torch operators, so that compiled callers are checked too.
+"""Finds the table row of each packed token.
 
-Lengths are checked on the CPU; on a device the check would wait for it. There a token whose row is
-not in the table becomes NaN, and all tokens do if the lengths are invalid (core/lengths.py).
+These are torch operators, so that the checks also run in compiled calls. Lengths are checked on the
+CPU only: on a device the check would wait. There, a token whose row is outside the table becomes
+NaN, and all tokens become NaN if the lengths are invalid (core/lengths.py).
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ _NO_ROW = -1
 def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
     """Return the position of each packed token in its sequence, `[1, tokens]`, made on the device.
 
-    cu_seqlens: `[n + 1]`, the sequences' starts and their end. No sequence is longer than a table
-    of `rows`. Unowned tokens have NOBODY.
+    cu_seqlens: `[n + 1]`, the starts of the sequences, then the end of the last. No sequence may be
+    longer than the table's `rows`. Unowned tokens get NOBODY.
     """
     return _positions_of(cu_seqlens, tokens, rows)
 
 
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
-    """Return each token's row of Megatron's freqs on this rank, `[1, tokens]`, made on the device.
+    """Return the row in Megatron's freqs of each token of this rank, int64 `[1, tokens]`.
 
-    cu_seqlens: of the whole sequences; unowned tokens have NOBODY. rows: the number of rows of
-    freqs; one row is for a position, or for a token if there are more than max_seqlen.
+    It is made on the device. cu_seqlens: of the whole sequences; unowned tokens get NOBODY.
+    rows: number of rows of freqs. A row belongs to a position, or to a packed token, see max_seqlen
+    of `apply_rotary_pos_emb_freqs`.
     """
     return _rows_of(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
 
@@ -48,10 +50,10 @@ def _positions(cu_seqlens, tokens, rows):
 
 
 def _of_somebody(starts, tokens: int, row, token):
-    """Return `row`, `[1, tokens]`, with NOBODY for unowned tokens and no row for invalid starts.
+    """Return `row` as `[1, ...]`, with NOBODY for unowned tokens, or _NO_ROW if starts are invalid.
 
-    starts: of the `tokens` that all ranks have. token: this rank's tokens, numbered as if the
-    tokens of all ranks followed each other.
+    starts: of the whole sequences. tokens: the number of tokens on all ranks.
+    token: indices of this rank's tokens on the scale of `starts`.
     """
     row = torch.where(token < starts[-1], row, NOBODY)
     return torch.where(lengths.are_right(starts, tokens), row, _NO_ROW)[None]
@@ -75,7 +77,7 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
     sequence = sequence.clamp(0, local.numel() - 1)
     position = token - local_starts[sequence]
     chunk = local[sequence] // 2
-    # The distance from the end of this rank's first chunk to its second.
+    # The number of tokens between this rank's two chunks.
     behind = 2 * (cp_size - 1 - cp_rank) * chunk
     position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
     if per_token:
@@ -84,7 +86,7 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
 
 
 def _by_triton(cu_seqlens, tokens: int) -> bool:
-    """Return whether one Triton launch computes the rows; a device computes them for each call."""
+    """Return whether to compute the rows in one Triton launch, which devices with Triton do."""
     on_device = cu_seqlens.device.type in ("npu", "cuda")
     return on_device and tokens > 0 and library.triton_why_not() is None
 
@@ -97,7 +99,7 @@ def _found(cu_seqlens, tokens: int, dtype: torch.dtype, per_token: bool):
 
 
 def _whole_rows(starts, tokens, rows, per_token):
-    """Return `_rows` for a single rank."""
+    """Compute `_rows` for cp_size 1."""
     token = make.counted(tokens, device=starts.device)
     position = token
     if not per_token:

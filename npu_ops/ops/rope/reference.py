@@ -36,8 +36,8 @@ def gather(table, positions):
 def rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim):
     """Rotate each pair of the first `rotary_dim` elements of each head by its token's angle.
 
-    cos, sin: [B or 1, S, W], W the rotary dimension or half of it. Computes in fp32 (fp64 for fp64
-    x) and rounds once. The inverse is computed as the transpose.
+    cos, sin: [B or 1, S, W], where W is the rotary dimension or half of it. The result is computed
+    in fp32 (fp64 for fp64 x) and rounded once. The inverse is computed as the transpose.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     (cos1, cos2), (sin1, sin2) = (
@@ -73,7 +73,7 @@ def halves(table, pair_layout, rotary_dim, layout):
 
 
 def over_heads(table, layout):
-    """Shape [B or 1, S, W] to multiply a tensor of `layout`."""
+    """Return a table [B or 1, S, W], shaped to broadcast over the heads of `layout`."""
     match layout:
         case "BSND":
             return table[:, :, None]

@@ -11,7 +11,7 @@ from npu_ops.core.operator import InPlace, Operator
 from npu_ops.core.rows import in_one_piece, like_one_piece
 from npu_ops.ops.rope.packing import NOBODY
 
-# The widest rotation whose coefficients fit the kernels' table of axes (csrc/rope/rotary_tiling.h).
+# Largest rotary dimension that fits the kernels' table of axes (csrc/rope/rotary_tiling.h).
 _ASCENDC_WIDEST = 256
 
 
@@ -22,8 +22,8 @@ class Rotation:
     transpose.
 
     Args:
-        name: of the operator.
-        tables: its arguments after q and k: tensors first; `bool inverse` is one of the settings.
+        name: name of the operator.
+        tables: its arguments after q and k, tensors first; one of them is `bool inverse`.
         reference: as for `Operator`.
         aclnn_why_not: returns why the op's `aclnn.py` does not support a call, or None.
     """
@@ -80,7 +80,8 @@ def check_positions(arguments) -> None:
 def _why_not(arguments) -> str | None:
     """Return why the kernels do not support a call, or None.
 
-    Only in-place calls get here with a last dimension that is not contiguous: others are copied.
+    Only an in-place call can have a last dimension that is not contiguous: other calls copy q and k
+    before.
     """
     q, k, cos, sin, *_ = arguments
     if k.dtype != q.dtype:

@@ -16,11 +16,12 @@ from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.rope.packing import NOBODY
 
-# Pairs in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32, with a
-# tail to copy). The key is whether pairs are interleaved: splitting those takes twice the room.
+# Whether pairs are interleaved -> pairs in a tile, from the bytes that the vendor's compiler
+# reserves on chip per pair (fp32, with a tail to copy). Splitting interleaved pairs takes twice the
+# memory.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
-# Pairs of a full-width interleaved table in a tile. On chip each takes 32 bytes of its own, in four
-# tables, double-buffered.
+# Maximum number of pairs of a full-width interleaved table in a tile. On chip each pair takes 32
+# bytes in each of four tables, double-buffered.
 TABLE_PAIRS = 128
 # Narrower rows are not worth a vector instruction, and the compiler rejects some.
 NARROWEST = 16
@@ -29,9 +30,10 @@ NARROWEST = 16
 @triton.jit
 def load_row(row, exists, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
              FULL: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Load table entries of the first and second of each pair, fp32 [BT, P]; NaN without a row.
+    """Load the table entries of the first and second element of each pair, fp32 [BT, P] each.
 
-    row: pointers [BT, 1], or one pointer. exists: whether it may be read, likewise.
+    row: pointers [BT, 1], or one pointer. exists: whether the row may be read, of the same shape;
+    entries of other rows are NaN.
     """
     j = tl.arange(0, P)[None, :]
     mask = exists & (j < PAIRS)
@@ -61,7 +63,7 @@ def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
 
 @triton.jit
 def _owned(mask, owned):
-    """Restrict `mask` to tokens of a sequence."""
+    """Restrict `mask` to tokens that belong to a sequence."""
     if owned is None:
         return mask
     else:
@@ -83,7 +85,7 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
         exists = inside & (head < HEADS)
         x_at = x + x_row + head.to(tl.int64) * x_head
         out_at = out + out_row + head.to(tl.int64) * out_head
-        # one contiguous load, split on chip: a strided load would move single elements
+        # Load contiguously and split on chip: a strided load would move single elements.
         if INTERLEAVED:
             e = tl.arange(0, 2 * P)[None, None, :]
             mask = exists & (e < 2 * PAIRS)
@@ -160,7 +162,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     places = (0, 0)
     if positions is not None:
         places = (0 if positions.shape[0] == 1 else positions.stride(0), positions.stride(1))
-    elif length == 1:  # decoding: one token each, so tile over the batch
+    elif length == 1:  # decode: one token per sequence, so make tiles of the batch
         batch, length = 1, batch
         strides = [(0, b, n) for b, _, n in strides]
         tables = [(0, b) for b, _ in tables]
@@ -168,7 +170,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    if positions is not None and layout == "TND":  # clear the tail of unowned tokens too
+    if positions is not None and layout == "TND":  # also clears the tail of unowned tokens
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](

@@ -12,16 +12,16 @@ __all__ = ["swiglu"]
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(gate) * up`, elementwise; silu(z) is `z / (1 + exp(-z))`.
+    """Compute `silu(gate) * up`, elementwise; silu(z) is `z / (1 + exp(-z))`.
 
-    Computed in fp32 and rounded once. transformers and Megatron round silu(gate) to the dtype
-    before they multiply, so their result may be one rounding away. Backward computes silu(gate)
-    again: gate and up alone are kept for it.
+    It computes in fp32 (float64: in float64) and rounds once. transformers and Megatron round
+    silu(gate) to the dtype before they multiply, so results may differ by one rounding. Only gate
+    and up are saved for the backward, which computes silu(gate) again.
 
     Args:
-        gate: `[..., d]`; or, without up, `[..., 2 d]`: the gate and up behind it, as one projection
-            gives them. float32, bfloat16, float16 or float64. Slices of a projection are read in
-            place.
+        gate: `[..., d]`, float32, bfloat16, float16 or float64; a slice of a projection is read
+            without a copy. If up is None: `[..., 2 d]`, the gate followed by up, as one projection
+            returns them.
         up: gate's shape and dtype, or None.
 
     Returns:
@@ -29,8 +29,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
 
     Raises:
         TypeError: gate or up is not a tensor or not of a floating dtype; or their dtypes differ.
-        ValueError: a shape or a device.
-        NotImplementedError: in backward of backward.
+        ValueError: a shape or a device is invalid.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; torch_npu's `npu_swiglu` and
     SGLang's `SiluAndMul` (without up); transformers' `Qwen3MLP` (with up).
@@ -39,7 +39,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _prepare(gate, up=None):
-    """Check the arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.floating("gate", gate)
     if gate.dim() == 0:
         raise check.shape("gate", gate, "at least one dimension")

@@ -1,4 +1,4 @@
-"""swiglu by torch_npu's `npu_swiglu`, which takes the gate and up side by side."""
+"""swiglu by torch_npu's `npu_swiglu`, which takes gate and up in one tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or a sentence on why the operator does not support the arguments."""
     if arguments.up is not None:
         return "gate and up are two tensors, the vendor's operator takes one"
-    if env.settings.consistent:  # npu_ops/consistent/norms.py
+    if env.settings.consistent:  # npu_ops/consistent/norms.py replaces the operator
         return "NPU_OPS_CONSISTENT gives torch_npu's operator another rounding"
     missing = map(torch_npu_why_not, ("npu_swiglu", "npu_swiglu_backward"))
     return dtype_why_not(*arguments) or next(filter(None, missing), None)

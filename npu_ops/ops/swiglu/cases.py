@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of swiglu. What is what: npu_ops/core/cases.py"""
+"""Named shapes and tolerances of swiglu. npu_ops/core/cases.py explains the names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOLERANCES = tolerances((1e-14, 1e-13), (1e-6, 2e-6), (5e-4, 1e-3), (4e-3, 8e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Case(RowCase):
-    """in_one: the gate with up behind it, in one tensor, as a projection gives both."""
+    """in_one: gate and up are in one tensor, as one projection returns both."""
 
     names: tuple[str, ...] = ("gate", "up")
     in_one: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """The function's arguments: normal, `[tokens, dim]`, a slice of something wider."""
+        """Return the function's arguments: normal, `[tokens, heads * dim]`, slices of a matrix."""
         if not self.in_one:
             given = super().inputs(dtype, device, seed)
             return {name: tensor.flatten(1) for name, tensor in given.items()}
@@ -44,7 +44,7 @@ CASES = [
     *(Case(f"odd-in-one-t{n}", n, 1, 2 * n + 3, behind=n % 2, in_one=True) for n in (0, 1, 65)),
 ]  # fmt: skip
 DIFFERENTIABLE = ("gate", "up")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-8b-t64", "qwen3-8b-in-one-t64", "qwen3-30b-a3b-expert-t33", "odd-t65", "odd-in-one-t65",
 )  # fmt: skip
@@ -52,7 +52,7 @@ CALLS = [
     Call("swiglu", lambda draw: {"gate": draw(3, 8), "up": draw(3, 8)}),
     Call("swiglu", lambda draw: {"gate": draw(3, 16)}, "swiglu in one"),
 ]
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("swiglu", ValueError,
         *shapes("up", "gate's shape [3, 8]", (8,), (1, 8), (3, 16), (4, 8))),
@@ -65,7 +65,8 @@ WRONG = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Of its MLP, or of an expert's: two projections in transformers, one in a server."""
+    """Return the cases of the model's MLP or expert: two projections in transformers, one in a
+    server."""
     width = model.mlp or model.expert
     return [
         Case("apart", tokens, 1, width),

@@ -1,4 +1,4 @@
-"""swiglu, declared: what it takes, what it writes, who computes it."""
+"""Declaration of swiglu: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 

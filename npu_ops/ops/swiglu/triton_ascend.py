@@ -1,7 +1,7 @@
-"""swiglu in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""swiglu in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-A program walks over tiles of BR rows by BD columns. Columns of one row are shared among programs,
-so that a few wide rows, as in decoding, occupy all cores.
+A program loops over tiles of BR rows by BD columns. Several programs share the columns of a row, so
+that a few wide rows, as in decoding, keep all cores busy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from npu_ops.ops.swiglu.reference import halves
 # Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(48)
-WIDEST = 1024  # columns: fewer programs start sooner where there are few rows
-NARROWEST = 64  # columns: 128 bytes of bf16 in one piece
+WIDEST = 1024  # maximum number of columns: with few rows, fewer programs start faster
+NARROWEST = 64  # minimum number of columns: 128 contiguous bytes of bf16
 
 
 @triton.jit
 def _tile(tile, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """The rows and columns of a tile, and which of them exist."""
+    """Return the rows and columns of a tile, and which of them exist."""
     across = tl.cdiv(D, BD)
     row = (tile // across) * BR + tl.arange(0, BR)[:, None]
     column = (tile % across) * BD + tl.arange(0, BD)[None, :]
@@ -32,7 +32,7 @@ def _tile(tile, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _load(x, row, column, mask, step):
-    """A tile in fp32; 0 where the mask is false."""
+    """Load a tile as fp32; 0 where the mask is false."""
     return tl.load(x + row * step + column, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -50,7 +50,7 @@ def _swiglu_kernel(
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column, mask = _tile(tile, rows, D, BR, BD)
         z = _load(gate, row, column, mask, gate_step)
-        # exp may be infinite, for 1 is over it; 0 - z is two instructions.
+        # exp may be infinite: 1 / infinity is 0. z * -1 is one instruction, 0 - z is two.
         silu = z / (1.0 + tl.exp(z * -1.0))
         value = silu * _load(up, row, column, mask, up_step)
         _store(out, row, column, mask, out_step, value)
@@ -69,25 +69,25 @@ def _swiglu_backward_kernel(
         sigmoid = 1.0 / (1.0 + tl.exp(z * -1.0))
         silu = z * sigmoid
         _store(grad_up, row, column, mask, to_up_step, g * silu)
-        # Where z is large, the difference is rounding: z times 1e-7, and the sum is 1.
+        # For a large z, silu - silu * sigmoid is only a rounding error, about 1e-7 z.
         slope = sigmoid + (silu - silu * sigmoid)
         of_gate = g * _load(up, row, column, mask, up_step) * slope
         _store(grad_gate, row, column, mask, to_gate_step, of_gate)
 
 
 def swiglu(gate, up, out) -> None:
-    """Write out; the arguments are the operator's, as matrices."""
+    """Write out. Arguments as in the operator, as matrices."""
     _launch(_swiglu_kernel, (*halves(gate, up), out), TILE)
 
 
 def swiglu_backward(grad, gate, up, grad_gate, grad_up) -> None:
-    """Write the gradients; grad_up is None where up is."""
+    """Write the gradients; grad_up is None if up is None."""
     written = halves(grad_gate, grad_up)
     _launch(_swiglu_backward_kernel, (grad, *halves(gate, up), *written), BACKWARD_TILE)
 
 
 def _launch(kernel, tensors, tile: int) -> None:
-    """On matrices of one shape. A tile depends on the width, never on how many rows there are."""
+    """Launch `kernel` on matrices of one shape. Tiles depend on the width, never on the rows."""
     rows, width = tensors[0].shape
     bd = _columns(width)
     br = tile // bd
@@ -98,7 +98,9 @@ def _launch(kernel, tensors, tile: int) -> None:
 
 
 def _columns(width: int) -> int:
-    """Of a tile: a divisor of the width, for a tile with columns that do not exist takes three
-    times as long; where that were too narrow, a power of two all the same."""
+    """Return the columns of a tile: a divisor of the width, or a power of two if it is too narrow.
+
+    A tile with columns that do not exist takes three times as long.
+    """
     whole = math.gcd(width, WIDEST)
     return whole if whole >= NARROWEST else min(WIDEST, max(NARROWEST, next_power_of_2(width)))

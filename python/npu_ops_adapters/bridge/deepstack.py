@@ -1,8 +1,8 @@
 """Gradients of deepstack's features with sequence parallelism.
 
 Each rank uses only the features of its own tokens, so it has only their gradients. Bridge averages
-the vision tower's gradients over ranks as if each rank had all of them. The result is too small, on
-GPUs too. This patch first sums the gradients over the ranks.
+the vision tower's gradients over ranks as if each rank had the gradients of all tokens. The result
+is too small, on GPUs too. This patch first sums the gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from npu_ops.core import log
 from npu_ops_adapters.bridge.nvtx import MODEL
 from npu_ops_adapters.patching import Patch
 
-_SUM = "copy_to_tensor_model_parallel_region"  # its gradient is the sum over ranks
+_SUM = "copy_to_tensor_model_parallel_region"  # an identity whose backward sums over ranks
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function that selects a rank's features with sequence parallelism."""
+    """Patch the function that selects a rank's features under sequence parallelism."""
     yield Patch(
         target=f"{MODEL}:split_deepstack_embs",
         op="bridge_deepstack",

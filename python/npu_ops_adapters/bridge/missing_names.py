@@ -1,6 +1,6 @@
-"""Adds a name that Bridge imports for Qwen3-Next and an earlier Megatron-LM lacks.
+"""Adds a name that Bridge imports for Qwen3-Next, and that earlier versions of Megatron-LM lack.
 
-Without it, no module of Bridge can be imported.
+Without the name, no module of Bridge can be imported.
 """
 
 from __future__ import annotations

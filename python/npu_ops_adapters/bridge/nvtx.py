@@ -1,7 +1,7 @@
 """NVTX: Bridge's Qwen3-VL marks its steps for CUDA's profiler, which raises without CUDA.
 
-MindSpeed core_r0.16 replaces these functions, but its function that ends a mark requires an
-argument that NVTX's does not have.
+MindSpeed core_r0.16 replaces these functions, too. But its `range_pop` requires an argument, which
+NVTX's does not have and Bridge does not pass.
 """
 
 from __future__ import annotations

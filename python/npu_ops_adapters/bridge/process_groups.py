@@ -1,7 +1,7 @@
 """Process groups for Bridge's provider of Qwen3-VL.
 
-Bridge sets them when it builds the model itself. slime and others call the provider's `provide`,
-which does not.
+Bridge sets the groups when it builds the model itself. slime and others call the provider's
+`provide`, which does not set them.
 """
 
 from __future__ import annotations

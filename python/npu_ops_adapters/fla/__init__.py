@@ -1,7 +1,7 @@
 """flash-linear-attention 0.5.2, its main branch and 0.6: one file for each op.
 
-If fla looks for backends of a function, npu-ops registers one; other functions are replaced. In
-both cases fla computes the calls that npu-ops does not support.
+If fla supports backends for a function, npu-ops registers a backend; other functions are replaced.
+In both cases fla computes the calls that npu-ops does not support.
 """
 
 from __future__ import annotations

@@ -26,7 +26,13 @@ def ours(
     activation=None, backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
     cp_context=None, **kwargs,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of fla. x may have several channel dimensions."""
+    """Return a function that computes fla's call with npu-ops.
+
+    x: `[B, T, ...]`, with one or more channel dimensions.
+
+    Raises:
+        TypeError, ValueError: npu-ops does not support the call.
+    """
     functions.refuse(**kwargs)
     check.one_of("backend", backend, ("triton",))
     check.floating("x", x)

@@ -44,7 +44,7 @@ def ours(x, cache, residual=None, weight=None, bias=None, activation=None) -> Ca
 
 @torch.no_grad()
 def _step(x, cache, weight, bias, activation):
-    """Decode one token. fla's cache holds one more token than the filter reads; shift it too."""
+    """Decode one token. fla's cache holds one token more than the filter reads; shift it, too."""
     cache[..., 0] = cache[..., 1]
     rows = x.reshape(-1, weight.shape[0])
     y = npu_ops.causal_conv1d_update(rows, cache[..., 1:], weight, bias, activation)
@@ -53,7 +53,7 @@ def _step(x, cache, weight, bias, activation):
 
 @torch.no_grad()
 def _step_with(residual, x, cache, weight, bias, activation):
-    """Decode one token with a residual, by the op for sequences: the decoding op takes none."""
+    """Decode one token with a residual: use `causal_conv1d`, as the update op takes no residual."""
     rows, residual = (tensor.reshape(-1, 1, weight.shape[0]) for tensor in (x, residual))
     y, state = npu_ops.causal_conv1d(
         rows, weight, bias, residual=residual, initial_state=cache, output_final_state=True,

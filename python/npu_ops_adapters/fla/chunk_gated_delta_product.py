@@ -1,7 +1,7 @@
 """Gated Delta Product: several steps of the gated delta rule per token.
 
-Each step becomes a token of the rule. Only a token's first step decays the state, and only its last
-step is read.
+Each step is passed to the rule as a token. Only a token's first step decays the state, and only the
+output of its last step is used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ours(
 
 
 def _at(x, steps: int, step: int):
-    """Place x of each token at one of its steps; the other steps are zeros."""
+    """Return x `[B, T, ...]` as `[B, T * steps, ...]`: at `step` of each token, zeros elsewhere."""
     nothing = torch.zeros_like(x)
     return torch.stack([x if i == step else nothing for i in range(steps)], 2).flatten(1, 2)
 

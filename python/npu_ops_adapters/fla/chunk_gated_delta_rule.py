@@ -23,7 +23,7 @@ _REGISTRIES = "_operation_registries"  # name in fla.backends, from 0.6 on
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the registry's entry with this backend's name: fla itself cannot remove a backend."""
+    """Patch the registry's entry for this backend. As a patch it can be reverted, unlike in fla."""
     yield Patch(
         target=f"{_registry()}._backends.npu_ops",
         op="chunk_gated_delta_rule",
@@ -76,13 +76,13 @@ def _backend(original: None):
 
 
 def ours(*args, cp_context=None, transpose_state_layout=None, **options) -> Callable:
-    """Return the npu-ops call for this call of fla, which has the arguments of npu-ops and two
-    more.
+    """Return a function that computes fla's call with npu-ops.
 
-    A_log and dt_bias are accepted even if no flag uses them. fla computes with an initial state of
-    any float dtype in fp32, so a half-precision state is converted. Arguments about fla's layout of
-    chunks are ignored.
-    cp_context: fla's context of ranks with one span each. It overrides cu_seqlens.
+    fla's function has two more arguments, cp_context and transpose_state_layout. A_log and dt_bias
+    are accepted even if no flag uses them. fla computes in fp32 with an initial state of any float
+    dtype, so a half-precision state is converted. cu_seqlens_cpu and chunk_indices are ignored.
+
+    cp_context: fla's context, in which each rank has one span of tokens. It overrides cu_seqlens.
     """
     if len(args) > _POSITIONS:
         raise TypeError(f"got {len(args)} positional arguments, needs {_POSITIONS} at most")

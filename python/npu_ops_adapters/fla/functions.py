@@ -1,4 +1,4 @@
-"""Patches of fla's functions: each is in one module, which moved in 0.6, and has importers."""
+"""Shared by fla's adapters: make a patch of a function, and convert fla's arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: 
 
 
 def refuse(**given) -> None:
-    """Raise ValueError for a used argument of fla's that npu-ops does not support."""
+    """Raise ValueError if one of these arguments of fla, which npu-ops does not support, is used.
+
+    None and False count as unused.
+    """
     for name, value in given.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: got {type(value).__name__}, needs None")
@@ -51,15 +54,18 @@ def refuse(**given) -> None:
 def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
     """Convert fla's context of ranks that share packed sequences to cu_seqlens and cp_group.
 
-    fla tells a rank where sequences start in its own span, and how many tokens of the first one are
-    on earlier ranks. npu-ops needs only the start of that first sequence, so `[0, that start,
-    starts here]` replaces the starts of all sequences.
+    fla's context has the starts of sequences in this rank's span, and the number of tokens of the
+    first one that are on earlier ranks. Of all earlier sequences, npu-ops needs only the start of
+    this one. So the returned cu_seqlens is `[0, that start, starts in this span]`.
 
     Args:
-        x: `[1, T, ...]`, this rank's tokens. fla gives every rank T of them.
+        x: `[1, T, ...]`, this rank's tokens. With fla every rank has T tokens.
+
+    Returns:
+        {"cu_seqlens": ..., "cp_group": ...}
 
     Raises:
-        ValueError: the context has another form, or fla does not support the call with one.
+        ValueError: the context has another form, or fla does not support such a call.
     """
     layout = getattr(cp_context, "layout", "contiguous")
     if layout != "contiguous":
@@ -91,8 +97,8 @@ def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
 def converted(call: NamedTuple, transpose_state_layout: bool | None):
     """Convert a call of fla's delta rule to one of npu-ops, both as NamedTuples.
 
-    Drops arguments that no flag uses. Converts a half-precision state to fp32; its gradient has its
-    own dtype. transpose_state_layout is fla's former name of state_v_first.
+    It drops arguments that no flag uses, and converts a half-precision state to fp32, whose
+    gradient gets the state's dtype. transpose_state_layout is fla's former name for state_v_first.
     """
     if not call.use_gate_in_kernel:
         call = call._replace(A_log=None, dt_bias=None)

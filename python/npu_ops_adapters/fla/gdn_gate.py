@@ -22,8 +22,12 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:
-    """Return the npu-ops call for this call of fla. The result is fp32 unless `output_dtype` is
-    set."""
+    """Return a function that computes fla's call with npu-ops.
+
+    Raises:
+        TypeError, ValueError: npu-ops does not support the call, e.g. an output_dtype other than
+            float32.
+    """
     tensors = {"g": g, "A_log": A_log} | ({} if dt_bias is None else {"dt_bias": dt_bias})
     for name, x in tensors.items():
         check.floating(name, x)

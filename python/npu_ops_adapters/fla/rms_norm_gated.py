@@ -31,7 +31,10 @@ def ours(
     x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
     eps=1e-6,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of fla. residual_in_fp32 matters only with prenorm."""
+    """Return the npu-ops call for this call of fla.
+
+    residual_in_fp32 is ignored: it matters only with prenorm, which is not supported.
+    """
     functions.refuse(bias=bias, residual=residual, prenorm=prenorm)
     _check(x, weight, g)
     check.one_of("activation", activation, tuple(_ACTIVATIONS))

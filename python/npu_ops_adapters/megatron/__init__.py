@@ -15,8 +15,8 @@ __all__ = ["npuify", "patches"]
 def patches() -> Iterable[Patch]:
     """Yield all patches: jit_fuser first, gated_delta_net last.
 
-    The other patches must wrap functions that jit_fuser has unwrapped. gated_delta_net checks
-    whether the others are applied.
+    jit_fuser's patches unwrap functions that other patches wrap. gated_delta_net checks whether the
+    other patches are applied.
     """
     order = {"jit_fuser": 0, "gated_delta_net": 2}
     names = sorted(

@@ -1,8 +1,8 @@
 """Core attention: a module that replaces Megatron's in layer specs.
 
-It computes the calls that `npu_ops.plan_attention` supports. For other calls it builds the module
-that it replaced. It does not derive from DotProductAttention, because Megatron-Bridge bypasses that
-class.
+It computes calls with `npu_ops.attention` if that supports them. For other calls it builds and runs
+the module that it replaced. It does not derive from DotProductAttention, because Megatron-Bridge
+bypasses that class.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def why_not(config: Any) -> str | None:
     if reason:
         return reason
     softmax = getattr(config, "softmax_type", "vanilla")
-    # other types have a parameter, which is in checkpoints
+    # Other types have a parameter, which is saved in checkpoints.
     if softmax not in ("vanilla", "off-by-one"):
         return f"softmax_type: got {softmax!r}, needs 'vanilla' or 'off-by-one'"
     for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
@@ -121,8 +121,10 @@ def _replace_init(original: Callable) -> Callable:
 
 @functools.cache
 def _module(original: type) -> type:
-    """Return the class that replaces `original` in a spec. Made on demand: it derives from
-    Megatron's."""
+    """Return the class that replaces `original` in a spec.
+
+    It is made on demand, because its base class is Megatron's, which may not be imported yet.
+    """
     base = sys.modules["megatron.core.transformer.module"].MegatronModule
     is_engine = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)
 
@@ -156,7 +158,7 @@ def _module(original: type) -> type:
             settings = {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
             self._build = functools.partial(original, *arguments, **settings, **more)
             self._built = []  # in a list, so that it is neither a submodule nor in checkpoints
-            # With attention_mask_type "general", MindSpeed's module applies the mask it is given.
+            # With attention_mask_type "general", MindSpeed's module applies the caller's mask.
             general = getattr(config, "attention_mask_type", "causal") == "general"
             self._by_type = is_engine and not general
 
@@ -195,11 +197,12 @@ def _module(original: type) -> type:
 def attend(
     layer, query, key, value, mask, mask_type, bias, packing, by_type: bool, scale=None, group=None
 ) -> torch.Tensor | None:
-    """Return the core attention's output, `[s, b, h]` or `[t, h]`; None if npu-ops does not support
-    it.
+    """Return the core attention's output, `[s, b, h]` or `[t, h]`.
 
-    by_type: True, as in Transformer Engine: a causal type is the whole mask. False: a given mask
-    is.
+    Returns None if npu-ops does not support the call.
+
+    by_type: True, as in Transformer Engine: with a causal type, only the type determines the mask.
+    False: if the caller passes a mask, only that mask applies.
     group: ranks that share each sequence.
     """
     if not _fits(query, key, value, bias, packing):
@@ -237,7 +240,11 @@ def _whole(query, key, value, given: dict | None) -> list | None:
 def _shared_dense(
     layer, query, key, value, mask, mask_type, bias, packing, by_type, group
 ) -> list | None:
-    """Return the calls for `[s, b, n, d]` if this rank has two chunks. All ranks decide alike."""
+    """Return the calls for `[s, b, n, d]`: this rank has two chunks of each sequence.
+
+    Returns None if unsupported. The checks must have the same result on all ranks, because the
+    gathers are collective.
+    """
     kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
     mask = None if by_type else mask
     if mask is None:
@@ -265,7 +272,8 @@ def _readable_causal(mask: torch.Tensor, group) -> bool:
 def _shared_packed(
     layer, query, key, value, mask, mask_type, bias, packing, by_type, group
 ) -> list | None:
-    """Return the call for `[t, n, d]`: each chunk of this rank is a sequence with its own keys."""
+    """Return the call for `[t, n, d]`, in which each chunk of this rank is a packed sequence with
+    its own keys; None if unsupported."""
     starts = _starts(layer, query, mask_type, packing)
     if starts is None or bias is not None or is_captured(query.device):
         return None
@@ -318,7 +326,10 @@ def _fits(query, key, value, bias, packing) -> bool:
 
 @contextlib.contextmanager
 def _generator(config, dropout: float):
-    """Fork the RNG as DotProductAttention does: tensor-parallel ranks draw different masks."""
+    """Fork the RNG as DotProductAttention does, so that tensor-parallel ranks draw different masks.
+
+    config: the layer's. dropout: probability; without dropout nothing is forked.
+    """
     if dropout and not config.sequence_parallel:
         with sys.modules["megatron.core.tensor_parallel"].get_cuda_rng_tracker().fork():
             yield
@@ -335,7 +346,7 @@ def _dense(layer, query, key, mask, mask_type, by_type: bool) -> dict | None:
     lengths = query.shape[0], key.shape[0]
     kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
     window = _window(layer)
-    if window is not None:  # the local module ignores a given mask and makes one from the window
+    if window is not None:  # Megatron's local module ignores the caller's mask if it has a window
         if by_type and kind != "causal":
             return None
         return given | {"window": window, "is_causal": by_type}
@@ -359,14 +370,17 @@ def _window(layer) -> tuple[int, int] | None:
     if size is None:
         return None
     utils = sys.modules["megatron.core.transformer.utils"]
-    # before 0.15 every layer has the window
+    # Before 0.15 every layer has the window.
     windowed = getattr(utils, "is_layer_window_attention", None)
     skip = getattr(layer.config, "window_attn_skip_freq", None)
     return tuple(size) if windowed is None or windowed(size, skip, layer.layer_number) else None
 
 
 def _is_mask(mask, query, key, keys: int | None = None) -> bool:
-    """Return whether it is a Megatron mask: True masks, `[b, n, sq, sk]` where each may be 1."""
+    """Return whether `mask` is a bool mask `[b, n, sq, sk]`, any dimension of which may be 1.
+
+    `[sq, sk]` counts, too. In Megatron True hides a key.
+    """
     full = (query.shape[1], query.shape[2], query.shape[0], keys or key.shape[0])
     return (
         isinstance(mask, torch.Tensor)
@@ -380,10 +394,10 @@ def _is_mask(mask, query, key, keys: int | None = None) -> bool:
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
-    """Return whether it is exactly the causal mask.
+    """Return whether `mask` is exactly the causal mask.
 
-    Every layer reads the mask, because it cannot know whether the previous layer had the same one.
-    False in a trace or a captured graph, where values cannot be read.
+    Every layer reads the values again, because it cannot know whether the previous layer had the
+    same mask. False in a trace or a captured graph, where values cannot be read.
     """
     if not is_plain(mask) or is_captured(mask.device):
         return False
@@ -394,7 +408,7 @@ def _is_causal(mask: torch.Tensor) -> bool:
 
 
 def _takes_part(mask: torch.Tensor, causal: tuple[int, int] | None) -> torch.Tensor:
-    """Convert the mask to that of `npu_ops.attention`, where True attends."""
+    """Convert a mask of Megatron to one of `npu_ops.attention`, in which True attends."""
     return ~mask if causal is None else ~(mask | _above(*causal, mask))
 
 
@@ -403,9 +417,10 @@ def _above(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(layer, query, key, mask_type, packing) -> dict | None:
-    """Return the arguments for `[t, n, d]`: one sequence each, including the padding at its end.
+    """Return the arguments for `[t, n, d]`; a sequence includes the padding at its end.
 
-    Padding follows the sequence's tokens, so with a causal mask no token attends to it.
+    Padding follows the sequence's tokens, so with a causal mask no token attends to it. Returns
+    None if unsupported.
     """
     starts = _starts(layer, query, mask_type, packing)
     if starts is None:
@@ -432,8 +447,7 @@ def _packed(layer, query, key, mask_type, packing) -> dict | None:
 
 
 def _starts(layer, query, mask_type, packing) -> list[torch.Tensor] | None:
-    """Return the starts of the queries' and the keys' sequences, on the device; None if
-    unsupported."""
+    """Return cu_seqlens of the queries and of the keys, on the device; None if unsupported."""
     kind = (mask_type or layer.attn_mask_type).name
     padded = [getattr(packing, f"cu_seqlens_{x}_padded", None) for x in ("q", "kv")]
     starts = [

@@ -39,7 +39,8 @@ def patches() -> Iterable[Patch]:
 class _Rules:
     """Behaviour that differs between versions but not in the signature.
 
-    casts_to_residual: x and bias are cast to the residual's dtype (from 0.17 on), not vice versa.
+    casts_to_residual: x and bias are cast to the residual's dtype (from 0.17 on); otherwise the
+    residual is cast.
     in_place: evaluation without gradients writes into x (from 0.13 on).
     """
 
@@ -48,7 +49,7 @@ class _Rules:
 
 
 def _rules(function: Callable) -> _Rules:
-    """Test the function itself: version numbers do not tell which changes were cherry-picked."""
+    """Find the rules by calling the function: a version does not tell what was cherry-picked."""
     mixed = function((_tiny(torch.bfloat16), None), _tiny(torch.float32), 0.0)
     x = _tiny(torch.float32)
     same = function((x, None), _tiny(torch.float32), 0.0)
@@ -112,7 +113,7 @@ def _fits(tensor, x) -> bool:
 
 
 def _any_requires_grad(*tensors) -> bool:
-    """Ignores the grad mode, as Megatron's rule does."""
+    """Return whether a tensor requires a gradient. Megatron's rule ignores the grad mode, too."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -1,7 +1,7 @@
-"""The short convolution of Gated Delta Net: fla's (from 0.18 on) or that of causal-conv1d.
+"""The short convolution of Gated Delta Net: from fla (0.18 on) or the package causal-conv1d.
 
-The latter has channels before time. Layers use torch.nn.Conv1d if it is not installed, and in
-deterministic mode.
+The package's function has channels before time. Layers use torch.nn.Conv1d if the package is not
+installed, and in deterministic mode.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _replace_channels_first(original: Callable | None) -> Callable:
 
 
 def _convolve(x, weight, bias=None, activation=None):
-    """Convolve as the layer does if it has no function to call."""
+    """Compute the convolution as a layer does without the package."""
     channels, taps = weight.shape
     y = F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=channels)
     y = y[..., : x.shape[-1]]

@@ -49,7 +49,7 @@ def _replace(original: Callable) -> Callable:
 
 
 def _flat(values: Sequence) -> tuple[tuple, list]:
-    """Flatten the values; also return (type, length) of each value, or None if it is no list."""
+    """Flatten lists among the values; also return (type, length) of each list, None for others."""
     flat, nesting = [], []
     for value in values:
         is_list = isinstance(value, (list, tuple)) and any(map(torch.is_tensor, value))

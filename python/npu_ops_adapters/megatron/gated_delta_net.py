@@ -1,8 +1,9 @@
 """Gated Delta Net: lets Megatron build its module without flash-linear-attention.
 
-The module takes `chunk_gated_delta_rule`, `l2norm` and the convolution from fla; a patch replaces
-each. Without fla it refuses to build a layer, whatever the configuration. In deterministic mode it
-still computes the delta rule and the convolution with its own functions.
+The module takes `chunk_gated_delta_rule`, `l2norm` and the convolution from fla; other patches
+replace these. Without fla the module refuses to build a layer, whatever the configuration. In
+deterministic mode the module still computes the delta rule and the convolution with its own
+functions.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def patches() -> Iterable[Patch]:
 def replaced(
     name: str, op: str, make: Callable, signatures, module: str | None = None, **changes
 ) -> Iterable[Patch]:
-    """Yield a patch of `name` in the module where layers look it up, once that is imported.
+    """Yield a patch of `name` in the module where layers look it up, if that module is imported.
 
-    module: the module; the default is `home()`. Without fla the name is None there or missing, and
-    modules that imported it hold None.
+    module: the module; the default is `home()`. Without fla, `name` is None or missing there, and
+    None in modules that imported it by value.
     """
     module = module or home()
     if module not in sys.modules:
@@ -80,11 +81,12 @@ def _is_abstract(function) -> bool:
 
 
 def for_decoding(name: str, op: str, ours: Callable) -> Iterable[Patch]:
-    """Yield a patch of a name that decoding takes from fla and that is None without fla (main
-    only).
+    """Yield a patch of a name that decoding takes from fla, if it is None for lack of fla.
 
-    ours: takes fla's arguments and returns a function that computes the result. If fla is
-    installed, the adapter of fla replaces its function instead.
+    Only Megatron's main branch has such names. If fla is installed, the adapter of fla replaces
+    fla's function instead.
+
+    ours: takes fla's arguments and returns a function that computes the result.
     """
     decoding = f"{MODULE}.gdn"
     held = vars(sys.modules.get(decoding, sys)).get(name, sys)
@@ -107,14 +109,16 @@ def _called(ours: Callable) -> Callable:
 
 
 def home() -> str:
-    """Return the module in which names are looked up: `common` if GatedDeltaNet is a package (0.19
-    on)."""
+    """Return the module in which names are looked up: `common` if there is one (0.19 on).
+
+    From 0.19 on, gated_delta_net is a package.
+    """
     common = f"{MODULE}.common"
     return common if common in sys.modules else MODULE
 
 
 def importers() -> Names:
-    """Return the modules of that package that import from `common` by value."""
+    """Return the modules of the package that import from `common` by value; () without `common`."""
     return (MODULE, f"{MODULE}.gdn") if home() != MODULE else ()
 
 

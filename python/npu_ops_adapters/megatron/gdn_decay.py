@@ -1,7 +1,7 @@
-"""Megatron-Core 0.16 and 0.17 round exp(A_log) of Gated Delta Net; npu-ops computes it in fp32.
+"""Gated Delta Net's decay exp(A_log) in fp32, for Megatron-Core 0.16 and 0.17.
 
-They round it to the parameter's dtype, so a trainer in bf16 has another decay than transformers and
-all servers. From 0.18 on, a method computes the gates, which `gdn_gate` replaces.
+These versions round it to the parameter's dtype, so a trainer in bf16 has another decay than
+transformers and all servers. From 0.18 on, a method computes the gates; gdn_gate.py replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
 
 
 def computes_it(forward: Callable) -> bool:
-    """Whether a layer's forward has the gates inline."""
+    """Return whether a layer's `forward` computes the gates inline."""
     return "softplus" in inspect.unwrap(forward).__code__.co_names
 
 
@@ -35,7 +35,7 @@ def with_fp32(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        # shadows the parameter in attribute lookup
+        # An entry in the instance's __dict__ shadows the parameter in attribute lookup.
         vars(self)["A_log"] = self._parameters["A_log"].float()
         try:
             return original(self, *args, **kwargs)

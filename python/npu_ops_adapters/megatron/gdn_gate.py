@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net: a method from 0.18 on (renamed on main) of several kernels."""
+"""The gates of Gated Delta Net: from 0.18 on, a method of several kernels; main renamed it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHY = "it is six kernels, and exp(A_log) is rounded to the parameter's dtype"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method; before 0.18 `forward` computes the gates inline.
+    """Patch the method; before 0.18 `forward` computes the gates inline, see gdn_decay.py.
 
-    If neither is found, the method has another name. The patch then targets a missing name and is
-    refused.
+    If neither is found, the method must have another name. Then yield a patch of a missing name,
+    which is refused and so reported.
     """
     found = [
         *gated_delta_net.method("_compute_g_and_beta", "gdn_gate", replace, PARAMETERS, _WHY),

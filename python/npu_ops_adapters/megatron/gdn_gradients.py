@@ -1,4 +1,4 @@
-"""With tensor parallelism alone, sums the gradient of Gated Delta Net's norm over the ranks.
+"""Sums the gradient of Gated Delta Net's norm over tensor-parallel ranks.
 
 Each rank has the whole weight of `out_norm` but only its own heads, so its gradient covers only
 these heads. Megatron-LM sums such gradients over ranks for the norms of queries and keys, but for
@@ -21,7 +21,7 @@ from npu_ops_adapters.patching import Patch
 
 _HOME = "megatron.core.distributed.finalize_model_grads"
 _NAME = "_allreduce_non_tensor_model_parallel_grads"
-# packages whose layer splits heads over ranks
+# Packages whose GatedDeltaNet splits heads over ranks.
 _OWNERS = ("megatron", "mindspeed", "mindspeed_bridge")
 
 
@@ -60,7 +60,7 @@ def _with_out_norm(original: Callable) -> Callable:
 
 
 def _weights(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the weights whose gradients cover only the rank's own heads."""
+    """Yield the norms' weights whose gradients cover only the rank's own heads."""
     for layer in chunk.modules():
         kind = type(layer)
         if kind.__name__ != "GatedDeltaNet" or kind.__module__.partition(".")[0] not in _OWNERS:
@@ -73,7 +73,7 @@ def _weights(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def _add(weights: list[torch.nn.Parameter], tp_group=None) -> None:
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
-    # Megatron's FSDP has DTensors, which were not tested.
+    # Skip DTensors of Megatron's FSDP, which were not tested.
     gradients = [gradient for gradient in gradients if type(gradient) is torch.Tensor]
     if not gradients:
         return

@@ -103,15 +103,17 @@ def _compiled_from(function: types.FunctionType) -> Callable | None:
     marks = vars(function)
     is_compiled = (
         "_torchdynamo_disable" not in marks  # set by torch.compiler.disable
-        # not copied from another function
+        # functools.wraps copies marks; the id tells whether they are this function's own
         and marks.get("_torchdynamo_wrapper_id", id(function)) == id(function)
     )
     return marks.get("_torchdynamo_orig_callable") if is_compiled else None
 
 
 def _passed_on_to(function: types.FunctionType) -> Callable | None:
-    """Return the function that MindSpeed's decorator was given: its wrapper calls its only
-    argument."""
+    """Return the function that MindSpeed's substitute for torch.compile wraps, or None.
+
+    The substitute's wrapper holds the decorator's arguments in a closure.
+    """
     if not function.__qualname__.startswith("dummy_compile.<locals>."):
         return None
     held = inspect.getclosurevars(function).nonlocals.get("args", ())

@@ -1,8 +1,8 @@
 """With NPU_OPS_CONSISTENT, cross entropy is minus the log-probabilities that servers compute.
 
 slime, Relax and verl's Megatron engine take log-probabilities from two functions of Megatron, which
-add exponentials in another order than log_softmax. Here, ranks that share a vocabulary gather its
-logits.
+add exponentials in another order than log_softmax. The replacements gather the logits of all ranks
+that share the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ between samples.
 
-Megatron's `MultimodalRotaryEmbedding` makes them. Even with apply_rope_fusion=True it passes them
-to the unfused function, because Transformer Engine does not support them. Ignore its warning about
-that: this replacement is fused. With a batch of one they look like plain freqs, and `rope` handles
-them.
+Megatron's `MultimodalRotaryEmbedding` makes them. Even with apply_rope_fusion=True Megatron passes
+them to the unfused function, because Transformer Engine does not support them, and warns. Ignore
+the warning: this replacement is fused. Freqs for a batch of one look like plain freqs, so rope.py
+handles them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _HOME = "megatron.core.transformer.attention"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method; nothing without NPU_OPS_CONSISTENT."""
+    """Patch the method that multiplies by the gate, with NPU_OPS_CONSISTENT only."""
     owner = getattr(sys.modules.get(_HOME), "Attention", None)
     if env.settings.consistent and hasattr(owner, "_apply_output_gate"):  # from 0.16 on
         yield Patch(

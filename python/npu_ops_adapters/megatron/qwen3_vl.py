@@ -1,8 +1,10 @@
 """Megatron-Bridge's Qwen3-VL: rope with freqs per token, which bypasses Megatron's dispatcher.
 
 From 0.4 on, Bridge calls the unfused function itself, and converts to fp32 and back if
-`apply_rotary_pos_emb_in_fp32` is set. npu-ops computes in fp32 and rounds once. Trainers also pass
-arguments that some versions lack and do not need; slime ships shims for this.
+`apply_rotary_pos_emb_in_fp32` is set. npu-ops computes in fp32 and rounds once.
+
+Trainers also pass arguments that some versions of Bridge lack, and do not need. The patches drop
+them; slime ships patches of its own for this.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ _NEEDLESS = {  # positions describe the packing; without a loss, no mask is need
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `apply_rotary_pos_emb_absolute`, which layers import by value, and forwards that lack
-    an argument."""
+    """Patch `apply_rotary_pos_emb_absolute`, and each `forward` that lacks an argument."""
     if not hasattr(sys.modules.get(f"{_MODELLING}.rope"), _OLDER):
         yield absolute(f"{_MODELLING}.rope", "Megatron-Bridge 0.4 and main")
 
@@ -58,7 +59,7 @@ def absolute(module: str, versions: str) -> Patch:
 
 
 def _lacks(owner: type | None, argument: str) -> bool:
-    """Return whether a class's own forward lacks the argument. False if there is no such class."""
+    """Return whether a class's own `forward` lacks the argument. False without such a class."""
     forward = vars(owner).get("forward") if owner else None
     if forward is None:
         return False

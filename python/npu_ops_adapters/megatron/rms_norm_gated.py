@@ -53,8 +53,10 @@ def _is_ours(norm, activation, x, gate) -> bool:
 
 
 def _is_plain(norm) -> bool:
-    """Return whether it is torch's norm or MindSpeed's. Other norms may use `weight` differently or
-    have hooks."""
+    """Return whether `norm` is torch's RMSNorm or MindSpeed's.
+
+    Other norms may use `weight` differently, or have hooks.
+    """
     if type(norm) is torch.nn.RMSNorm:
         return norm.weight is not None and norm.eps is not None
     mindspeed = sys.modules.get("mindspeed.core.fusions.fused_rms_norm")
@@ -66,6 +68,6 @@ def _weight(norm) -> torch.Tensor:
 
 
 def is_zero_centered(norm) -> bool:
-    """Return whether weight is stored minus one, as MindSpeed's norm does on request (Qwen3.5)."""
+    """Return whether the norm multiplies by 1 + weight, an option of MindSpeed's norm (Qwen3.5)."""
     config = getattr(norm, "config", None)
     return getattr(config, "layernorm_zero_centered_gamma", False)

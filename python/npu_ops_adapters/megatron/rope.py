@@ -1,6 +1,7 @@
-"""Rotary embedding: the slots of Megatron's fused path and the functions of its unfused path.
+"""Rotary embedding: the functions of Megatron's unfused path and the slots of its fused path.
 
-Megatron looks them up at each call. Calls that npu-ops does not support run the previous function.
+A slot is a name that holds Transformer Engine's function, or None. Megatron looks all of them up at
+each call. Calls that npu-ops does not support run the previous function.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def _patch(name, make, why, signatures, rebind=True) -> Patch:
 
 
 def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
-    """Return a replacement for `_apply_rotary_pos_emb_bshd`, whose tensors are in fact `[s, b, h,
-    d]`.
+    """Return a replacement for `_apply_rotary_pos_emb_bshd`.
+
+    Despite the name, its tensors are `[s, b, h, d]`.
 
     has_batch: accept multimodal freqs `[s, b, 1, r]`; otherwise `[s, 1, 1, r]`.
     """
@@ -88,7 +90,7 @@ def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
 
 
 def rotated(t, freqs, rotary_interleaved: bool):
-    """Rotate t `[s, b, h, d]` by freqs `[s, 1 or b, 1, r]`. None: npu-ops does not support it."""
+    """Return t `[s, b, h, d]` rotated by freqs `[s, 1 or b, 1, r]`, or None if unsupported."""
     call = _Call(t, freqs, rotary_interleaved)
     ours = any(_is_ours(call, has_batch) for has_batch in (False, True))
     return _rotate(call, layout="SBND") if ours else None
@@ -166,7 +168,7 @@ def _unfused_packed(call, cp_size, cp_rank):
 
 
 class _Call(NamedTuple):
-    """The arguments of all versions together."""
+    """The arguments that the functions have in any version of Megatron."""
 
     t: torch.Tensor = None
     freqs: torch.Tensor = None
@@ -214,7 +216,8 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
 def tolerant(original: Callable) -> Callable:
     """Wrap a function of an earlier version: drop arguments that it lacks and does not need.
 
-    These are arguments with default values, a group, which it finds itself, and an upper bound.
+    These are arguments that are off (None, False or 0), cp_group, which the function finds itself,
+    and max_seqlen, which is only an upper bound.
     """
     names = inspect.signature(original).parameters
     needless = ("cp_group", "max_seqlen")
@@ -287,7 +290,11 @@ def _has_tables(call: _Call) -> bool:
 
 
 def _rotate(call: _Call, **packing) -> torch.Tensor:
-    """Rotate. Multi-latent attention pairs (2j, 2j + 1) and stores the results as halves."""
+    """Rotate with `npu_ops.apply_rotary_pos_emb_freqs`.
+
+    With mla_rotary_interleaved, elements 2j and 2j + 1 of t form a pair, but the result has the
+    first elements of all pairs before the second ones, unless mla_output_remove_interleaving.
+    """
     t, width = call.t, call.freqs.shape[-1]
     if call.mla_rotary_interleaved:
         t = torch.cat((t[..., 0:width:2], t[..., 1:width:2], t[..., width:]), dim=-1)
@@ -310,7 +317,7 @@ def _rotate_packed(call: _Call, cp_size: int, cp_rank: int, knows_per_token: boo
     """Rotate without reading cu_seqlens, so nothing waits for the device."""
     max_seqlen = call.max_seqlen
     if not knows_per_token:
-        # freqs are at most this long, so they are never taken as per token
+        # With this limit, rows of freqs always belong to positions, never to packed tokens.
         max_seqlen = call.freqs.shape[0]
     return _rotate(
         call,
@@ -323,7 +330,7 @@ def _rotate_packed(call: _Call, cp_size: int, cp_rank: int, knows_per_token: boo
 
 
 def _knows_per_token() -> bool:
-    """Return whether this version accepts freqs for each packed token (from 0.15 on)."""
+    """Return whether this version accepts freqs with a row per packed token (from 0.15 on)."""
     slicing = sys.modules[MODULE]._get_thd_freqs_on_this_cp_rank
     return "offset" in inspect.signature(slicing).parameters
 

@@ -1,8 +1,8 @@
-"""SwiGLU: the two functions that Megatron's autograd functions of it call at each step.
+"""SwiGLU: the forward and the backward function that Megatron's autograd functions call.
 
-What is around them stays Megatron's: a bias, experts' weights, inputs that are kept in fp8 or
-offloaded. MindSpeed has an autograd function of its own, which calls neither. With
-NPU_OPS_CONSISTENT both are Megatron's: silu(gate) is rounded then, as in transformers.
+Megatron still handles biases, experts' weights, and inputs that are kept in fp8 or offloaded.
+MindSpeed has its own autograd function, which calls neither function. With NPU_OPS_CONSISTENT
+Megatron's functions run, because they round silu(gate), as transformers does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOME = "megatron.core.fusions.fused_bias_swiglu"
 
 
 def patches() -> Iterable[Patch]:
-    """`swiglu` and `swiglu_back`."""
+    """Patch `swiglu` and `swiglu_back`."""
     for name, ours, names in (
         ("swiglu", forward, ("y",)),
         ("swiglu_back", backward, ("g", "y")),
@@ -39,13 +39,20 @@ def patches() -> Iterable[Patch]:
 
 
 def forward(y) -> Callable:
-    """Return the npu-ops call for this call of Megatron; it rounds once, Megatron's twice."""
+    """Return the npu-ops call for this call of Megatron. It rounds once, Megatron's twice.
+
+    y: `[..., 2 d]`, the gate followed by up.
+    """
     _check(y)
     return functools.partial(npu_ops.swiglu, y)
 
 
 def backward(g, y) -> Callable:
-    """The same of the gradient, which comes in y's dtype: all callers cast it to that."""
+    """Return the npu-ops call for this call of `swiglu_back`.
+
+    g: `[..., d]`, the gradient of the output. The result, the gradient of y, has y's dtype; all
+    callers cast it to that dtype anyway.
+    """
     _check(y)
     check.floating("g", g)
     check.one_of("g's dtype", g.dtype, check.KERNEL_DTYPES)

@@ -1,6 +1,6 @@
 """Attention in layers that still hold Megatron's DotProductAttention, which MindSpeed replaces.
 
-Layers that are built with npu-ops have its core attention and never get here.
+Layers that are built with npu-ops have `megatron.attention`'s module and never call this class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npu_ops_adapters.patching import Patch
 
 _MODULE = "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention"
 _CALL = ("self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias")
-# fields that only repeat information in cu_seqlens
+# Fields of PackedSeqParams that only repeat information of cu_seqlens.
 _COUNTS = ("total_tokens", "seq_idx", "tokens_per_sample")
 
 

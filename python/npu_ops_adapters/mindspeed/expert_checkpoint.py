@@ -1,7 +1,7 @@
 """Checkpoints of MindSpeed's experts in core_r0.12.
 
-It loads and saves experts with attention's parallel layout. Their own layout is set by
-`--expert-tensor-parallel-size`.
+This version saves and loads experts with the tensor-parallel group of attention. But experts have
+their own group, of `--expert-tensor-parallel-size` ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = "make_sharded_tensors_for_checkpoint"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function with which the experts' layer names its tensors, if it passes no group."""
+    """Patch the function that names the tensors of experts, if the layer passes no group to it."""
     if _passes_no_group(sys.modules.get(_MODULE)):
         yield Patch(
             target=f"{_MODULE}:{_NAME}",

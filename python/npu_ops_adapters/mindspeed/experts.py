@@ -1,7 +1,7 @@
 """With NPU_OPS_CONSISTENT, MindSpeed's grouped experts are computed as Megatron's are.
 
-Classes named after Transformer Engine's call torch_npu's product, which `npu_ops.consistent`
-replaces. The older ones call an operator that MindSpeed compiles itself.
+MindSpeed's classes named after Transformer Engine's call torch_npu's product, which
+`npu_ops.consistent` replaces. Its older classes call an operator that MindSpeed compiles itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,16 @@ def patches() -> Iterable[Patch]:
 
 
 def gmm(a, b, batch_sizes, trans_b=False, gemm_fusion=False, original_weight=None):
-    """Replace MindSpeed's function. a: `[T, K]`, b: `[E, K, N]`, batch_sizes: rows per expert."""
+    """Multiply each expert's rows of a by its matrix of b, in place of MindSpeed's function.
+
+    a: `[T, K]`. b: `[E, K, N]`. batch_sizes: `[E]`, number of rows of each expert.
+
+    Returns:
+        `[T, N]`.
+
+    Raises:
+        ValueError: trans_b or gemm_fusion is set.
+    """
     for name, value in (("trans_b", trans_b), ("gemm_fusion", gemm_fusion)):
         if value:
             raise ValueError(f"{name}: got {value}, needs False with NPU_OPS_CONSISTENT")

@@ -1,11 +1,11 @@
 """A MindSpeedFeature: lets MindSpeed's patch manager apply npu-ops' patches with its own.
 
 The manager overwrites patches that bypass it, and `repatch` forgets patches that are registered
-with it directly. A feature is asked again each time. npu-ops appends its feature to the list just
-before the list is used, even if the list was replaced. The feature registers wrappers, which the
-manager puts around MindSpeed's functions, so calls that npu-ops does not support fall through to
-these. While MindSpeed's patches are removed, `remove_patches` leaves the adapter of Megatron in
-force.
+with it directly. But it asks each feature again for its patches. npu-ops appends its feature to the
+list just before the list is used, even if the list was replaced. The feature registers wrappers,
+which the manager puts around MindSpeed's functions. So calls that npu-ops does not support fall
+through to these. When MindSpeed removes its patches, the patches of the Megatron adapter are
+applied again.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ def _leave() -> None:
 
 
 def _forget(registry, target: str, patch) -> None:
-    """Remove npu-ops' wrappers from a registered patch; MindSpeed compares with the last it
-    applied.
+    """Remove npu-ops' wrappers from a registered patch. The target itself is already restored.
 
-    The functions themselves are restored before.
+    MindSpeed compares a target with `final_patch_func`, the last function it applied, so that is
+    set to the current function.
     """
     theirs = [wrapper for wrapper in patch.wrappers if wrapper not in _wrappers.values()]
     if len(theirs) == len(patch.wrappers):
@@ -190,7 +190,7 @@ def _forget(registry, target: str, patch) -> None:
 
 
 def _feature() -> Any:
-    """Return the only instance in this process: lists are searched for it."""
+    """Return the process's one instance, so that it can be found in MindSpeed's feature lists."""
     if not _features:
         base = next(vars(sys.modules[m])[name] for m, name in _BASES.items() if m in sys.modules)
         _features.append(_class(base)())
@@ -236,8 +236,8 @@ def _exists(patch: Patch) -> bool:
 def _wrapper(patch: Patch) -> Callable:
     """Return the wrapper that MindSpeed registers for a patch; always the same object.
 
-    MindSpeed recognizes a registered wrapper by its identity, and a wrapper by "wrapper" in its
-    name.
+    MindSpeed compares wrappers by identity, and takes a function for a wrapper if its name contains
+    "wrapper".
     """
 
     def npu_ops_wrapper(function):

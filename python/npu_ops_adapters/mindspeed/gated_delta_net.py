@@ -1,12 +1,12 @@
 """Gated Delta Net with MindSpeed: its layer, and the operators that it selects for the layer.
 
 core_r0.16 has its own layer (for context parallelism and packed sequences), which imports operators
-by value. core_r0.18 has a subclass of Megatron's, which imports two of them under other names;
-later versions load them when the layer is built. Operators that MindSpeed sets under fla's names
-are imported by Megatron's layer, where `megatron` replaces them.
+by value. core_r0.18 has a subclass of Megatron's layer, which imports two operators under other
+names; later versions load operators when the layer is built. MindSpeed also sets operators under
+fla's names. Megatron's layer imports these, and the Megatron adapter replaces them there.
 
 MindSpeed-Bridge has another layer, for Qwen3.5 on core_r0.16. Its configuration selects MindSpeed's
-kernels, those of fla_npu, or PyTorch.
+kernels, fla_npu's kernels, or PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from npu_ops_adapters.patching import Patch
 _LAYER = "mindspeed.core.ssm.gated_delta_net"
 _BRIDGES_LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
 _WHY = "MindSpeed's kernels take bf16 alone, move more memory and wait for lengths on the host"
-# A layer holds operators under these names, or with the prefix _ms_; they are the ops' names too.
+# Names of operators in a layer's module, where they may have the prefix _ms_. Each name is also the
+# op's name in npu-ops.
 _OPERATORS = {
     "causal_conv1d": (causal_conv1d.replace, causal_conv1d.SIGNATURES),
     "chunk_gated_delta_rule": (chunk_gated_delta_rule.replace, chunk_gated_delta_rule.SIGNATURES),
@@ -89,8 +90,7 @@ def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch
 
 
 def _replace_in_torch(original: Callable) -> Callable:
-    """Replace the PyTorch function, which by default normalizes queries and keys; the others do
-    not."""
+    """Replace the PyTorch function. Unlike the other two, it normalizes q and k by default."""
     ours = chunk_gated_delta_rule.replace(original)
 
     @functools.wraps(original, assigned=(), updated=())

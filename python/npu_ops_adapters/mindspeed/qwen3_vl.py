@@ -11,5 +11,5 @@ _ROPE = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.rope"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `apply_rotary_pos_emb_absolute`, which its attention imports by value."""
+    """Patch `apply_rotary_pos_emb_absolute`, which the model's attention imports by value."""
     yield qwen3_vl.absolute(_ROPE, "MindSpeed-Bridge of May 2026, on core_r0.16")

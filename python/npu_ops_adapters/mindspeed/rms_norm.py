@@ -1,8 +1,8 @@
 """RMSNorm that multiplies by 1 + weight, as in Qwen3-Next and Qwen3.5.
 
 MindSpeed computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so a trainer
-normalizes with other weights than transformers, Transformer Engine and a server. A norm that is
-part of a projection computes everything in that dtype, also the squares and their mean.
+normalizes with other weights than transformers, Transformer Engine and a server. MindSpeed's norm
+inside a projection layer computes everything in that dtype, even the squares and their mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_ops_adapters.mindspeed import VERSIONS
 from npu_ops_adapters.patching import Patch
 
 _PROJECTION = "mindspeed.te.pytorch.module.layernorm_column_parallel_linear"
-_CLASS = "TELayerNormColumnParallelLinear"  # core_r0.16's; others have no such weights
+_CLASS = "TELayerNormColumnParallelLinear"  # only core_r0.16's has zero-centered weights
 
 
 def patches() -> Iterable[Patch]:

@@ -1,6 +1,6 @@
-"""Rotary embedding with MindSpeed: accepts all versions' arguments, and fuses mrope too.
+"""Rotary embedding with MindSpeed: a dispatcher with all arguments, and fused mrope.
 
-MindSpeed replaces Megatron's dispatcher by an earlier version, which lacks
+MindSpeed replaces Megatron's dispatcher, `apply_rotary_pos_emb`, by an earlier version. That lacks
 `mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions drops `cp_group`.
 """
 
@@ -57,10 +57,10 @@ def dispatcher() -> Patch:
 
 
 def scaled(patch: Patch) -> Patch:
-    """Return a patch of `_apply_rotary_pos_emb_bshd` that leaves yarn to MindSpeed.
+    """Return the patch, changed so that calls with YaRN run MindSpeed's function.
 
-    With yarn, MindSpeed's function takes the scale from its own arguments and ignores the one
-    passed. Other patches are returned unchanged.
+    Only the patch of `_apply_rotary_pos_emb_bshd` is changed. With YaRN, MindSpeed's function takes
+    the scale from MindSpeed's settings and ignores the caller's mscale.
     """
     if patch.attribute != "_apply_rotary_pos_emb_bshd":
         return patch
@@ -123,7 +123,7 @@ def _replace_dispatcher(original: Callable) -> Callable:
             "max_seqlen": max_seqlen,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        # otherwise it is reset_attention_mask's object
+        # Otherwise it is None, or the object of MindSpeed's reset_attention_mask.
         packed = isinstance(cu_seqlens, torch.Tensor)
         if not packed and given.keys() <= known.keys():
             return original(t, freqs, config, cu_seqlens, mscale, **given)

@@ -128,7 +128,10 @@ def adopt(patch: Patch, original: Any, replacement: Any) -> None:
 
 
 def forget(module: str) -> None:
-    """Mark the patches of `module` as stale: it ran again. Other modules can still be reverted."""
+    """Mark the patches of `module` as stale, because its code ran again.
+
+    Other modules may still hold the old replacements, which `revert` restores.
+    """
     with lock:
         for applied in ledger:
             applied.stale |= applied.patch.module == module
@@ -213,7 +216,7 @@ def _verified(applied: Applied, top: Applied, holders: Holders) -> Status:
 
 
 def _put_back(applied: Applied, holders: Holders) -> Status:
-    """Restore the original wherever the replacement is, also where it was imported by value."""
+    """Restore the original at every place that holds the replacement, also in importing modules."""
     current = applied.here()
     places = [p for p in holders.of(applied.replacement, applied.name) if p not in applied.had]
     here = (applied.owner, applied.name)

@@ -1,8 +1,9 @@
 """Patches that a framework's own patch manager (MindSpeed's) applies for us.
 
-Such a manager overwrites functions that others replaced. So `hand_over` reverts our patches and
-leaves their targets to the manager. Each time it patches a target, it calls `place` to get our
-replacement. `renew` is called after the manager has finished. `take_back` undoes `hand_over`.
+Such a manager overwrites functions that other code has replaced. So `hand_over` reverts our patches
+and leaves their targets to the manager. Each time the manager patches a target, it calls `place` to
+get our replacement. `renew` is called after the manager has finished. `take_back` undoes
+`hand_over`.
 """
 
 from __future__ import annotations

@@ -34,8 +34,10 @@ class Holders:
 
     @functools.cached_property
     def _ids(self) -> dict[int, tuple[types.ModuleType, set[int]]]:
-        """Map each module to the ids of its values. It loops in C, because there are thousands of
-        modules."""
+        """Map each module to the ids of its values.
+
+        The loop over values runs in C (`map`), because there are thousands of modules.
+        """
         return {
             id(module): (module, set(map(id, list(vars(module).values()))))
             for module in list(sys.modules.values())
@@ -43,9 +45,10 @@ class Holders:
         }
 
     def of(self, value: Any, name: str) -> list[Place]:
-        """Return the modules that hold `value`, and under which name.
+        """Return the modules that hold `value`, each with the name of the attribute.
 
-        A value that the framework only borrowed, e.g. from torch, must have the name `name`.
+        A value from torch or builtins counts only under the name `name`: other modules may hold it
+        for other purposes.
         """
         # Not isinstance: it may call the object's code, which can warn or import.
         if not issubclass(type(value), (types.FunctionType, type)):
@@ -61,10 +64,10 @@ class Holders:
         ]
 
     def importers(self, patch: Patch, original: Any, name: str) -> list[Place]:
-        """Return the other places that hold a patch's original.
+        """Return the places other than the target that hold a patch's original.
 
-        If the original comes from another framework, other packages may hold it for other purposes:
-        outside the patch's own framework it must have the name `name`.
+        If the original comes from another framework, packages outside the patch's own framework may
+        hold it for other purposes. There it counts only under the name `name`.
         """
         found = self.of(original, name) if patch.rebind else []
         home = getattr(original, "__module__", None) or ""

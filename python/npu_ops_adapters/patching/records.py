@@ -62,13 +62,13 @@ class Patch:
     remove_when: the condition under which this patch can be removed.
     rebind: also replace it in modules that imported it by value.
     optional: the attribute or key may be missing; `make` then gets None, and revert deletes it.
-    also: modules that imported it by value, for values that cannot be recognized: None or a bool.
+    also: modules that imported it by value, for None or a bool, which cannot be found by identity.
     note: function that returns details of an applied patch, e.g. a count.
-    by: the name of a framework's registry that applies it and reports it by `adopt`; "" is the
-    engine.
+    by: name of the framework's registry that applies the patch, which is then reported by `adopt`;
+    "": the engine applies it.
     why_not: called with the original, or None; returns a reason to refuse the patch, or None.
     may_differ: the framework may have another function, which is then kept without a warning.
-    joined, left: called after it is applied, and after it is reverted.
+    joined, left: functions called after the patch is applied, and after it is reverted.
     """
 
     target: str
@@ -147,7 +147,7 @@ class Status:
 
     @property
     def sentence(self) -> str:
-        """The state with its detail."""
+        """Return the state with its detail."""
         if not self.detail:
             return str(self.state)
         colon = ":" if self.state in (State.REFUSED, State.KEPT) else ""

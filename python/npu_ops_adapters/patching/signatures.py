@@ -48,8 +48,10 @@ def whose(value: Any) -> str:
 
 
 def is_ours(value: Any) -> bool:
-    """Return whether an adapter made `value`. MindSpeed may set such a function at another
-    place."""
+    """Return whether an adapter made `value`, whichever patch it belongs to.
+
+    MindSpeed may set such a function at another place.
+    """
     return (getattr(value, "__module__", None) or "").startswith("npu_ops_adapters.")
 
 

@@ -17,13 +17,12 @@ from npu_ops.core import hardware
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.relax import arguments, gated_delta_net, process_groups
 
-# A process of Relax imports one of these before MindSpeed. The name "relax" alone is ambiguous.
+# A process of Relax imports one of these before MindSpeed. "relax" alone could be another package.
 _HERE = frozenset({"relax.backends.megatron", "relax.utils"})
 
 
 def patches() -> Iterable[Patch]:
-    """Yield all patches until Relax or MindSpeed is imported; then only in Relax's NPU
-    processes."""
+    """Yield all patches until Relax or MindSpeed is imported; then only in Relax, with an NPU."""
     if not _HERE.isdisjoint(sys.modules):
         if hardware.is_npu():
             yield from _all()

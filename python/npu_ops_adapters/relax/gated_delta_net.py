@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from npu_ops_adapters.patching import Patch
 
 _LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
-# Of three delta rules, select the one in PyTorch: npu-ops replaces it.
+# The layer has three delta rules. With both settings False it selects the one in PyTorch, which
+# npu-ops replaces.
 _ASKED = ("use_triton_gdn", "use_ascend_gdn")
 
 

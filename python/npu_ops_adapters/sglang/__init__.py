@@ -1,9 +1,9 @@
 """SGLang 0.5.9 to 0.5.23: one file for each op, each with its `patches()`.
 
-From 0.5.11 on SGLang loads plugins when one of its processes starts: `register` passes it the
-functions as hooks, so hooks of other plugins still work. For earlier versions, and for tables that
-are not functions, the modules are patched when they are imported. A model that is already built is
-not changed.
+From 0.5.11 on SGLang loads plugins when one of its processes starts. Then `register` registers the
+replacements as hooks, so hooks of other plugins still work. For earlier versions, and for targets
+that are not functions, the modules are patched when they are imported. A model that is already
+built is not changed.
 """
 
 from __future__ import annotations

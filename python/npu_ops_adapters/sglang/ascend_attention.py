@@ -1,8 +1,8 @@
 """Attention over the paged cache in SGLang's backend for NPUs, `ascend`.
 
-A captured graph contains lengths. torch_npu can update lengths of its own operators before each
-replay, by the argument's name, but only for calls in SGLang's code: it does not see calls inside
-npu-ops. So if the plan chooses the operator that SGLang captures and updates, SGLang's call stays.
+A captured graph contains sequence lengths. Before each replay torch_npu can update the lengths of
+its own operators, by the argument's name. But it finds only calls in SGLang's code, none inside
+npu-ops. So if the plan chooses the operator that SGLang captures and updates, SGLang's call runs.
 Otherwise npu-ops runs and reads the lengths from the device.
 """
 
@@ -29,7 +29,7 @@ _STAYS = f"; in graphs its own {_UPDATED}, where the plan chooses that"
 
 
 def patches() -> Iterable[Patch]:
-    """Patches of the backend's methods, on NPUs."""
+    """Patch the backend's methods. Without an NPU, patch nothing."""
     if not functions.on_npu():
         return
     for name, ours, note, signatures in (
@@ -82,7 +82,7 @@ def decode(
 def verify(
     self, q, k, v, layer, forward_batch, save_kv_cache, q_rope=None, k_rope=None, sinks=None
 ):
-    """Attend with draft tokens of each sequence; each sees the tokens before it."""
+    """Attend with draft tokens of each sequence; each attends to the tokens up to itself."""
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope)
     if getattr(forward_batch.spec_info, "topk", None) not in (None, 1):
@@ -108,7 +108,7 @@ def verify(
 def decode_graph(
     self, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None, sinks=None
 ):
-    """As `decode`, in a graph that is replayed with other lengths."""
+    """Do the same as `decode`, in a graph that is replayed with other lengths."""
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope)
     if forward_batch.spec_info is not None:
@@ -157,8 +157,7 @@ class Call:
                 raise ValueError(f"cache: got {cache.dtype}, needs q's {self.q.dtype}")
 
     def leave_to_sglang(self, **spec) -> None:
-        """Raise if the plan chooses an operator that SGLang captures and whose lengths it
-        updates."""
+        """Raise NotOursError if the plan chooses the operator that SGLang captures and updates."""
         layer, backend = self.layer, self.backend
         alone = self.sinks is None and not getattr(backend, "is_hybrid_swa", False)
         plan = npu_ops.plan_attention(
@@ -222,13 +221,13 @@ class Call:
 
     @property
     def window(self):
-        """The window as (left, right). SGLang counts the keys before a query's own."""
+        """Return the window as (left, right). SGLang counts the keys before the query's own key."""
         left = self.layer.sliding_window_size
         return None if left is None or left < 0 else (left, 0)
 
     @property
     def pool(self):
-        """The pool: the backend's from 0.5.15 on, before that the batch's."""
+        """Return the KV cache's pool: the backend's from 0.5.15 on, before that the batch's."""
         return vars(self.backend).get("token_to_kv_pool") or self.forward_batch.token_to_kv_pool
 
     def caches(self):
@@ -243,13 +242,14 @@ class Call:
 
     @property
     def blocks(self):
-        """The block table, int32 `[n, ..]`. Layers with a window may have their own cache."""
+        """Return the block table, int32 `[n, ..]`. Layers with a window may have their own."""
         metadata = self.backend.forward_metadata
         own = self.window is not None and getattr(self.backend, "is_hybrid_swa", False)
         return (metadata.block_tables_swa if own else metadata.block_tables).to(torch.int32)
 
     def on_device(self, lengths):
-        """Copy lengths to the device, once per step: cached in the metadata, which layers share."""
+        """Copy lengths to the device once per step; the step's metadata, shared by layers, caches
+        them."""
         kept = vars(self.backend.forward_metadata).setdefault("npu_ops", {})
         known = tuple(lengths.tolist())
         if known not in kept:

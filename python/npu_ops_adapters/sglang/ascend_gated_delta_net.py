@@ -1,13 +1,13 @@
 """SGLang's Gated Delta Net backend for NPUs. It calls sgl-kernel-npu's operators directly.
 
-From SGLang 0.5.23 on only its decoding step goes through SGLang's kernel dispatcher. So the
-methods of the backend are replaced here.
+Even from SGLang 0.5.23 on, only its decoding step goes through SGLang's kernel dispatcher. So this
+file replaces the backend's methods.
 
 Layouts of its states:
 - Convolution: `[slots, rows, D]`. The last W - 1 rows are the last tokens; the rows before them are
-  for drafted tokens.
-- Delta rule: `[values, keys]` from 0.5.23 on. Before that, sgl-kernel-npu's kernels decide:
-  `state_v_first`.
+  for draft tokens.
+- Delta rule: `[values, keys]` from 0.5.23 on. Before, the version of sgl-kernel-npu determines the
+  order, see `gated_delta_net.state_v_first`.
 """
 
 from __future__ import annotations

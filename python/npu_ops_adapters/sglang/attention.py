@@ -62,8 +62,10 @@ def decode(
 
 
 def _attend(query, output, k_cache, v_cache, slots, seq_lens, starts, scaling, is_causal, window):
-    """Attend over SGLang's cache, which has a slot per token: a paged cache with blocks of one
-    token."""
+    """Attend over SGLang's cache. It has a slot per token, so it is a paged cache of block_size 1.
+
+    slots: `[N, tokens]`, the slots of each sequence's tokens.
+    """
     lengths = seq_lens.tolist()
     result = npu_ops.attention(
         query,

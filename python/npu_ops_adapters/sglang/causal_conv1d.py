@@ -37,9 +37,10 @@ def ours(
     cache_indices=None, has_initial_state=None, activation="silu", pad_slot_id=-1,
     validate_data=False, block_table=None, **options,
 ):  # fmt: skip
-    """Convolve x `[D, T]`; the pool `[slots, D, W - 1]` has the last tokens of each sequence.
+    """Compute the convolution of packed x `[D, T]`.
 
-    The pool may have another dtype. block_table is ignored.
+    conv_states: the pool `[slots, D, W - 1]`, with the last tokens of each sequence, of any float
+    dtype. block_table: ignored.
     """
     functions.check_device(x)
     if arguments or conv_states is None or query_start_loc is None:

@@ -40,9 +40,10 @@ def ours(
     retrieve_next_token=None, retrieve_next_sibling=None, retrieve_parent_token=None,
     pad_slot_id=-1, metadata=None, validate_data=False, num_accept_tokens=None,
 ):  # fmt: skip
-    """Convolve x `[B, D]` or, with draft tokens, `[B, D, T]`. Trees of drafts are not supported.
+    """Compute the convolution of x `[B, D]` or, with draft tokens, `[B, D, T]`.
 
-    If the pool has another dtype, its slots are converted there and back.
+    Trees of draft tokens are not supported. If the pool has another dtype than x, its slots are
+    converted to x's dtype and back.
     """
     functions.check_device(x)
     functions.check_pool("conv_state", conv_state, x, functions.CONV_DTYPE)

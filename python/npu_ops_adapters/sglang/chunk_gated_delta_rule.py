@@ -28,7 +28,11 @@ def ours(
     q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None,
     head_first=False, use_qk_l2norm_in_kernel=False, output_final_state=True,
 ):  # fmt: skip
-    """Return o, the final states, and those between chunks. With indices the states are a pool."""
+    """Return o, the final states, and the states between chunks.
+
+    With initial_state_indices, initial_state is a pool: the final states are written to it, and
+    None is returned for them.
+    """
     functions.check_device(q)
     functions.refuse(scale=scale, head_first=head_first)
     if not use_qk_l2norm_in_kernel or initial_state is None or cu_seqlens is None:

@@ -51,7 +51,7 @@ def choose(
 
 
 def ours(layer, x, topk_output, moe_runner_config):
-    """Replace SGLang's function: the weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts, in place of SGLang's function."""
     functions.refuse(
         **{name: getattr(layer, name, None) for name in ("w13_weight_bias", "w2_weight_bias")},
         apply_router_weight_on_input=moe_runner_config.apply_router_weight_on_input,
@@ -67,8 +67,8 @@ def experts(x, gate_up, down, index, weights) -> torch.Tensor:
     """Return the weighted sum of each token's experts, `[T, H]`.
 
     x: `[T, H]`. gate_up: `[E, 2 I, H]`. down: `[E, H, I]`.
-    index, weights: `[T, K]`, the experts of each token, and their weights, rounded to x's dtype. An
-    expert number of E or more adds 0.
+    index, weights: `[T, K]`, each token's expert ids and routing weights; the weights are rounded
+    to x's dtype. An id of E or more adds 0.
     """
     tokens, chosen = index.shape
     by_expert, order = index.reshape(-1).sort(stable=True)
@@ -82,6 +82,6 @@ def experts(x, gate_up, down, index, weights) -> torch.Tensor:
 
 
 def add_shared(hidden_states, gate_weight, shared_output, final_hidden_states):
-    """Replace SGLang's function: add the shared expert's gated output in place."""
+    """Add the shared expert's gated output in place, as SGLang's function does."""
     gate = torch.nn.functional.linear(hidden_states, gate_weight[None])
     final_hidden_states += torch.sigmoid(gate) * shared_output

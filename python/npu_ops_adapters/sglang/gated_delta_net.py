@@ -1,8 +1,8 @@
 """The delta rule of Gated Delta Net: replaces the kernels that SGLang dispatches to.
 
-Its pool has a state for each running sequence. Whether a state is [keys, values] or [values, keys]
-depends on SGLang and, on NPUs, on sgl-kernel-npu: see `state_v_first`. A mistake would go unnoticed
-if K equals V.
+SGLang's pool has a state for each running sequence. Whether a state is [keys, values] or [values,
+keys] depends on the version of SGLang and, on NPUs, of sgl-kernel-npu, see `state_v_first`. If K
+equals V, no check of shapes would find a mistake.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _replace(original: Callable) -> Callable:
 
 
 class Kernel:
-    """Replaces one of SGLang's kernels, and calls it for unsupported calls."""
+    """Replaces one of SGLang's kernels; unsupported calls run SGLang's kernel."""
 
     supports_packed_decode = True
     supports_strided_target_verify_qkv = True
@@ -101,7 +101,7 @@ class Kernel:
         self._theirs, self._v_first = theirs, v_first
 
     def __getattr__(self, name):
-        if name.startswith("_"):  # a copy that is not initialised yet
+        if name.startswith("_"):  # e.g. in copy.copy, which asks before _theirs is set
             raise AttributeError(name)
         return getattr(self._theirs, name)
 
@@ -196,8 +196,10 @@ def update(v_first, qkv, a, b, A_log, dt_bias, pool, slots, **options):
 
 
 def prefill(v_first, q, k, v, g, beta, pool, slots, starts):
-    """Return o of packed sequences, their final states and those between chunks. Only reads the
-    pool."""
+    """Return o of packed sequences, their final states, and the states between chunks.
+
+    pool, slots: where the initial states are; the pool is only read. starts: cu_seqlens.
+    """
     functions.check_device(q)
     carry = carried_states.in_force()
     if carry:
@@ -225,12 +227,14 @@ class ChunkStates:
         self._rule, self._before, self._starts = rule, before, starts
 
     def squeeze(self, dim: int) -> ChunkStates:
-        """Return self: SGLang removes a first dimension of size 1, which is not here."""
+        """Return self. SGLang squeezes a first dimension of size 1, which this object lacks."""
         return self
 
     def __getitem__(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Return the states of some chunks, at most one per sequence. Chunks are numbered
-        consecutively across all sequences."""
+        """Return the states before some chunks, at most one per sequence.
+
+        chunks: int64 indices. Chunks are numbered consecutively across all sequences.
+        """
         starts = self._starts.long()
         last = ((starts.diff() + CHUNK - 1) // CHUNK).cumsum(0)
         sequences = torch.searchsorted(last, chunks, right=True)

@@ -30,7 +30,10 @@ def ours(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
     initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False,
 ):  # fmt: skip
-    """Process one token per sequence; q, k and v are `[1, B, heads, ...]`, the states a pool."""
+    """Decode one token per sequence; q, k and v are `[1, B, heads, ...]`.
+
+    initial_state_source: the pool of states, updated in place at initial_state_indices.
+    """
     functions.check_device(q)
     functions.refuse(is_kda=is_kda)
     heads = v.shape[2]

@@ -1,6 +1,7 @@
-"""SGLang's HookRegistry applies npu-ops' functions as hooks, and only logs failures.
+"""Registers npu-ops' replacements as hooks in SGLang's HookRegistry.
 
-So before a model is loaded, each hook is checked, and the missing ones are logged.
+The registry only logs failures. So before a model is loaded, each hook is checked, and those that
+are not in force are logged as warnings.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def who_applies() -> str:
 
 
 def register(patches: Iterable[Patch]) -> None:
-    """Register a hook for each patch that the registry applies. It applies all of them at once."""
+    """Register a hook for each patch that the registry applies, and a check before a model loads.
+
+    SGLang applies all hooks later, at once.
+    """
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     add, kinds = registry.HookRegistry.register, registry.HookType
     for patch in patches:
@@ -60,9 +64,9 @@ def adopt() -> None:
 
 
 def _is_there(patch: Patch) -> bool:
-    """Whether a patch can be applied; if not, log why.
+    """Return whether a patch can be applied; if not, log why.
 
-    SGLang's registry would log an exception with a traceback.
+    Without this check SGLang's registry would log an exception with a traceback.
     """
     try:
         importlib.import_module(patch.module)

@@ -18,7 +18,7 @@ _HOME = "sglang.srt.layers.hyperconnection"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch what chooses a kernel; nothing is needed on a CPU without NPU_OPS_CONSISTENT."""
+    """Patch the code that chooses a kernel; nothing on a CPU without NPU_OPS_CONSISTENT."""
     if not functions.since("0.5.23") or not (functions.on_npu() or env.settings.consistent):
         return
     yield Patch(
@@ -33,7 +33,7 @@ def patches() -> Iterable[Patch]:
 
 
 def with_plain_functions(original: Callable) -> Callable:
-    """Wrap `__init__` to choose PyTorch, and with NPU_OPS_CONSISTENT nothing that is compiled."""
+    """Wrap `__init__` to choose PyTorch functions, with NPU_OPS_CONSISTENT uncompiled ones."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):

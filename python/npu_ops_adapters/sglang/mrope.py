@@ -12,7 +12,7 @@ _PARAMETERS = ("self", "positions", "query", "key", "fused_set_kv_buffer_arg")
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the methods as in `rope`. Before 0.5.23 NPUs used text angles for images."""
+    """Patch the same two methods as rope.py does, of `MRotaryEmbedding`."""
     home = functions.rotary_embedding("mrope")
     yield functions.replaced(
         f"{home}:MRotaryEmbedding.forward_npu",

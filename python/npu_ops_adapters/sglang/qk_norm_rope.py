@@ -1,11 +1,11 @@
-"""Split, q and k norms and rotation of Qwen3's attention, where SGLang runs them separately.
+"""Split, q and k norms and rotation of Qwen3's attention, for code that runs them separately.
 
-SGLang does so on CPUs. On NPUs it does so for Qwen3 before 0.5.15, for Qwen3-Next, and for Qwen3.5
-without mrope sections, but not in decoding. `split_qkv_rmsnorm_rope` and `split_gated_qkv` replace
-what sgl-kernel-npu fuses.
+SGLang runs them separately on CPUs. On NPUs it does so for Qwen3 before 0.5.15, for Qwen3-Next, and
+for Qwen3.5 without mrope sections, but not in decoding. `split_qkv_rmsnorm_rope` and
+`split_gated_qkv` replace the fused kernels of sgl-kernel-npu.
 
-For Qwen3.5's prompts sgl-kernel-npu is given 1 + weight, rounded to the model's dtype; decoding and
-training do not round it. With NPU_OPS_CONSISTENT prompts are prepared here.
+For Qwen3.5's prompts SGLang passes 1 + weight, rounded to the model's dtype, to sgl-kernel-npu;
+decoding and training do not round it. With NPU_OPS_CONSISTENT this file replaces that method, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
         ("qwen3:Qwen3Attention.forward_prepare_native", ours),
         ("qwen3_moe:Qwen3MoeAttention.apply_qk_norm_rope", ours_of_experts),
     ]
-    if functions.since("0.5.15"):  # before, it was in the middle of a longer method
+    if functions.since("0.5.15"):  # before, this code was in the middle of a longer method
         methods += [
             ("qwen3_next:Qwen3HybridAttentionDecoderLayer.forward_prepare_native", ours_gated),
             ("qwen3_5:Qwen3_5AttentionDecoderLayer.forward_prepare_native", ours_gated_by_heads),
@@ -50,24 +50,27 @@ def ours(self, positions, hidden_states):
 
 
 def ours_of_experts(self, qkv, positions, forward_batch):
-    """As `ours`, for qkv that is already projected."""
+    """Return what `ours` returns, from qkv `[T, W]`, the projection's output."""
     if getattr(self, "use_fused_qk_norm_rope_cpu", False):
         raise functions.NotOursError("SGLang's own kernel for CPUs is asked for")
     check(self, qkv)
     q, k, v, _ = prepared(self, positions, qkv)
-    # SGLang reads it to decide which code saves k and v
+    # SGLang reads this attribute to decide which code saves k and v.
     self._used_fused_qk_norm_rope_last_call = False
     return q, k, v
 
 
 def ours_gated(self, positions, hidden_states):
-    """As `ours`; also returns the gate, `[T, N * D]` or None."""
+    """Return what `ours` returns, and the gate, `[T, N * D]` or None."""
     q, k, v, gate = ours_gated_by_heads(self, positions, hidden_states)
     return q, k, v, gate if gate is None else gate.flatten(1)
 
 
 def ours_gated_by_heads(self, positions, hidden_states):
-    """As `ours_gated`, for Qwen3.5: the gate is `[T, N, D]`, a view of the projection."""
+    """Return what `ours_gated` returns, but the gate as `[T, N, D]`, a view of the projection.
+
+    Qwen3.5 uses this form.
+    """
     check(self, hidden_states)
     qkv, _ = self.qkv_proj(hidden_states)
     return prepared(self, positions, qkv, gated=bool(self.attn_output_gate))

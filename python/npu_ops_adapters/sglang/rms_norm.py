@@ -26,8 +26,10 @@ _SIGNATURES = (_GEMMA[:3], _GEMMA, (*_GEMMA, "quant_linear"))
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the methods for NPUs and CPUs, and the one that SGLang compiles; a norm selects one
-    when built."""
+    """Patch the methods for NPUs, for CPUs, and the one that SGLang compiles.
+
+    A norm selects one of them when it is built.
+    """
     why = "a sum is not rounded as in training, nor is 1 + weight"
     for name, ours in (("RMSNorm", ours_plain), ("GemmaRMSNorm", ours_zero_centered)):
         for way in ("npu", "cpu", "native"):
@@ -65,8 +67,11 @@ def ours_of_groups(module, x):
 
 
 def _norm(module, x, residual, addition, zero_centered: bool):
-    """Normalize. addition: Qwen3-VL's deepstack features, added to the rounded sum as in
-    training."""
+    """Normalize x, or with a residual their rounded sum.
+
+    addition: Qwen3-VL's deepstack features or None; they are added to the rounded sum, as in
+    training.
+    """
     functions.check_device(x)
     settings = {"eps": module.variance_epsilon, "zero_centered": zero_centered}
     if residual is None:

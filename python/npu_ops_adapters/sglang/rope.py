@@ -43,14 +43,16 @@ def ours(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None
 
 
 def ours_on_cpu(self, positions, query, *args, **kwargs):
-    """Rotate on CPUs only. On other devices SGLang uses this method as a reference for others."""
+    """Rotate on CPUs only. On other devices SGLang uses this method as a reference."""
     functions.check_device(query, ("cpu",))
     return ours(self, positions, query, *args, **kwargs)
 
 
 def check_plain(embedding, query, home: str) -> None:
-    """Raise unless `home` defines how the embedding rotates, and no setting forces a slower
-    method."""
+    """Raise NotOursError unless npu-ops computes what this embedding does.
+
+    That needs a class `home` that defines the rotation, and no setting that forces SGLang's method.
+    """
     functions.check_device(query)
     if torch.compiler.is_compiling():
         raise functions.NotOursError("SGLang has chosen what is compiled")

@@ -1,12 +1,13 @@
 """Qwen4-Exp's sparse attention: a query attends to the keys that an indexer chooses for it.
 
 SGLang has this attention for CUDA and ROCm. On other devices its indexer has no method to run, and
-its attention goes through the queries one by one, by a cache of another shape than on NPUs. On NPUs
+its attention loops over the queries and expects a cache of another shape than on NPUs. On NPUs
 `Tensor.is_cuda` is True in SGLang (torch_npu's `transfer_to_npu`), so it chooses kernels for CUDA.
 
 The indexer rotates its blocks of keys by tables that the embedding shares with the attention layers
-(`position_cos`). On NPUs a decoding step fills them once, in the first attention layer, so the
-layers after it rotated q and k by the positions of the first layer's blocks.
+(`position_cos`), and overwrites them. On NPUs a decoding step fills these tables only once, in the
+first attention layer. So without a patch, later layers would rotate q and k by the positions of
+blocks.
 """
 
 from __future__ import annotations
@@ -73,12 +74,15 @@ def not_fused(self, tensor):
 
 
 def largest(score, lengths, topk, row_starts=None):
-    """Return int32 `[T, topk]`: the largest of the first `lengths` elements of each row, from
-    `row_starts` on, counted from there. Index -1 fills the rest."""
+    """Return int32 `[T, topk]`: the indices of the largest elements in a span of each row.
+
+    A row's span is `lengths` elements from `row_starts` on; indices count from its start. If a span
+    has fewer than topk elements, -1 fills the rest.
+    """
     functions.check_device(score)
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     out = lengths.new_full((score.shape[0], topk), -1, dtype=torch.int32)
-    if env.settings.consistent:  # among equal scores training chooses without other elements
+    if env.settings.consistent:  # topk of the span alone chooses as training among equal scores
         for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             found = score[row, start : start + length].topk(min(topk, length)).indices
             out[row, : found.shape[0]] = found.to(torch.int32)
@@ -93,7 +97,7 @@ def largest(score, lengths, topk, row_starts=None):
 
 
 def largest_of_spans(logits, row_starts, row_ends, topk):
-    """As `largest`, for rows whose spans have starts and ends."""
+    """Do the same as `largest`, for spans given by starts and ends."""
     return largest(logits, row_ends - row_starts, topk, row_starts)
 
 
@@ -134,7 +138,11 @@ def rotated(self, positions, tensor, ensure_cos_sin_cache=True):
 
 
 def score_prompts(q, k, row_starts, row_ends, score_scale=None):
-    """Return fp32 `[T, keys]`: how much each query wants each block of keys, -inf for others."""
+    """Return the indexer's scores, fp32 `[T, keys]`: of each query and each block of keys.
+
+    q: `[T, N, D]`. k: `[keys, 1, D]`, one key per block. Outside row_starts to row_ends a score is
+    -inf.
+    """
     functions.check_device(q)
     columns = make.counted(k.shape[0], device=q.device)
     hidden = (columns < row_starts[:, None]) | (columns >= row_ends[:, None])
@@ -142,7 +150,10 @@ def score_prompts(q, k, row_starts, row_ends, score_scale=None):
 
 
 def score_steps(q, k_cache, page_table, context_lens, max_model_len, score_scale=None):
-    """As `score_prompts` for one query per sequence: fp32 `[sequences, max_model_len]`."""
+    """Do the same as `score_prompts` for one query per sequence, whose keys are in a paged cache.
+
+    Returns fp32 `[sequences, max_model_len]`.
+    """
     functions.check_device(q)
     found = q.new_full((q.shape[0], max_model_len), -torch.inf, dtype=torch.float32)
     for row, (pages, length) in enumerate(zip(page_table, context_lens.tolist(), strict=True)):
@@ -152,7 +163,10 @@ def score_steps(q, k_cache, page_table, context_lens, max_model_len, score_scale
 
 
 def _scores(q, keys, scale):
-    """Add the positive products of `[T, N, D]` and `[keys, D]` over N, as transformers does."""
+    """Return the sums over N of the positive products of `[T, N, D]` and `[keys, D]`, scaled.
+
+    fp32 `[T, keys]`, computed as in transformers.
+    """
     products = torch.matmul(q.float(), keys.float().t()).transpose(-1, -2)
     return torch.relu(products).sum(-1) / (scale or q.shape[-1] ** 0.5)
 
@@ -160,7 +174,7 @@ def _scores(q, keys, scale):
 def attend(
     self, q, k, v, layer, forward_batch, save_kv_cache=True, topk_indices=None, **options
 ):  # fmt: skip
-    """Write the new keys and values, then attend to the chosen keys: `[T, heads * D]`."""
+    """Write the new keys and values, attend to the chosen keys, and return `[T, heads * D]`."""
     functions.check_device(q)
     functions.refuse(attn_cp_metadata=getattr(forward_batch, "attn_cp_metadata", None), **options)
     if topk_indices is None:
@@ -192,9 +206,9 @@ def attend_alone(q, keys, values, chosen, metadata, scale):
 
 
 def attend_masked(q, keys, values, chosen, metadata, scale):
-    """Attend with the queries of each sequence to its keys up to now, by a mask.
+    """Attend with the queries of each sequence to all of its keys, with a mask of the chosen ones.
 
-    Training has this mask, too: with NPU_OPS_CONSISTENT both get the same bits.
+    Training uses this mask, too, so with NPU_OPS_CONSISTENT both get the same bits.
     """
     lengths = metadata.sequence_lengths.tolist()
     counts = metadata.token_to_batch_idx.bincount(minlength=len(lengths)).tolist()
@@ -215,6 +229,6 @@ def seen(chosen, length: int) -> torch.Tensor:
 
 
 def _slots(table, chosen) -> torch.Tensor:
-    """Return the cache slots of chosen positions; of none, slot 0."""
+    """Return the cache slots of chosen positions; slot 0 for position -1."""
     slots = table.gather(1, chosen.clamp(min=0).long())
     return slots.masked_fill(chosen < 0, 0).long()

@@ -1,8 +1,8 @@
 """The gated projection of Qwen3-Next's and Qwen3.5's attention on NPUs.
 
-sgl-kernel-npu splits, normalizes and rotates in one kernel for decoding, and in another, with mrope
-sections, for Qwen3.5's prefill. Both need a head dimension that is a power of two, and the first
-cannot rotate whole heads. npu-ops computes the other calls.
+sgl-kernel-npu has a kernel that splits, normalizes and rotates for decoding, and another one, with
+mrope sections, for Qwen3.5's prefill. Both need a head dimension that is a power of two, and the
+first needs a rotary dimension below the head dimension. npu-ops computes the other calls.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def replace_step(original: Callable) -> Callable:
 
 
 def replace_prefill(original: Callable) -> Callable:
-    """As `replace_step`, for three axes: their sections must fill the rotary dimension."""
+    """Do the same as `replace_step` for three axes, whose sections must fill the rotary dim."""
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_split_qkv_mrope(*args, **kwargs):
@@ -97,10 +97,10 @@ def prefill(
     qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section,
     is_interleaved, rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
 ):  # fmt: skip
-    """As `step` for three axes: cos_sin is `[3, T, R]`; norms multiply by weight, and the gate is
-    optional.
+    """Do the same as `step` for three axes; norms multiply by weight, and the gate is optional.
 
-    R is rope_dim, or head_size. Sections need not fill the R / 2 frequencies, see `fitted`.
+    cos_sin: `[3, T, R]`, R being rope_dim or else head_size. mrope_section: need not fill the R / 2
+    frequencies, see `fitted`.
     """
     rope_dim = rope_dim or head_size
     cos, sin = cos_sin.chunk(2, dim=-1)
@@ -124,10 +124,10 @@ def prefill(
 
 
 def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
-    """Return how many of the frequencies T, H and W own, for sections with another sum.
+    """Return how many of the frequencies T, H and W own; the sections may have another sum.
 
-    As in sgl-kernel-npu's test of its kernel: frequencies beyond the last are cut off; unowned ones
-    go to T if axes are interleaved, else to W.
+    It follows sgl-kernel-npu's test of its kernel. What lies beyond the last frequency is ignored.
+    Frequencies that no section owns go to T if axes are interleaved, else to W.
     """
     t, h, w = section
     if is_interleaved:  # H has every third frequency from 1 on, W from 2 on

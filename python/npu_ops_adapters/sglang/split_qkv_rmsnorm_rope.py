@@ -1,8 +1,8 @@
 """The projection of Qwen3's and Llama's attention on NPUs: split, norms by head, rotary embedding.
 
-sgl-kernel-npu has one kernel for it, and changed the order of its arguments between two releases of
-one month. This replacement accepts both orders and calls the kernel by name. npu-ops computes the
-calls that the kernel does not support.
+sgl-kernel-npu has one kernel for all of it, and changed the order of its arguments between two
+releases of one month. This replacement accepts both orders and calls the kernel with named
+arguments. npu-ops computes the calls that the kernel does not support.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def replace(original: Callable) -> Callable:
 
 
 def read(*args, **kwargs) -> dict:
-    """Return a call's arguments by name. The fourth is a weight in one order, a size in the
-    other."""
+    """Return a call's arguments by name: in one order the fourth is a weight, in the other a
+    size."""
     fourth = args[3] if len(args) > 3 else None
     names = WEIGHTS_FIRST if isinstance(fourth, torch.Tensor) else SIZES_FIRST
     return dict(zip((*names, "is_neox_style"), args, strict=False)) | kwargs

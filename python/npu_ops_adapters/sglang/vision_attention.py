@@ -46,7 +46,7 @@ def _replace(original: type) -> type:
             return theirs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, bsz=bsz, seq_len=seq_len, **options)
 
         def _made(self, original):
-            """Return an instance of SGLang's class; `ascend_attn` itself needs an NPU."""
+            """Return an instance of SGLang's class: without an NPU that of SDPA."""
             if not self._theirs:  # in a list, so that it is no submodule and loads no weights
                 chosen = original if functions.on_npu() else _module().VisionSdpaAttention
                 self._theirs.append(chosen(**self._settings))
@@ -59,7 +59,10 @@ def ours(
     settings, q, k, v, cu_seqlens, bsz, seq_len, softmax_scale=None, forward_metadata=None,
     attention_mask=None, output_ws=None, **options,
 ):  # fmt: skip
-    """Attend with q, k and v `[T, heads, D]`. output_ws: a captured graph's output buffer."""
+    """Return attention of packed images, `[T, heads, D]`. q, k and v are `[T, heads, D]`.
+
+    output_ws, the output buffer of a captured graph, must be None.
+    """
     functions.check_device(q)
     functions.refuse(attention_mask=attention_mask, output_ws=output_ws)
     if settings.get("softmax_in_single_precision") and q.dtype != torch.float32:
@@ -82,10 +85,10 @@ def ours(
 
 
 def _on_host(starts, tokens: int) -> dict:
-    """Copy the lengths to the host for operators that take lists.
+    """Copy the lengths to the host, for operators that take them as lists.
 
-    Each layer reads them again, because their memory may change in between. Do not use it in a
-    captured graph, which would freeze them.
+    Each layer copies them again, because their memory may change between layers. A captured graph
+    would freeze the lists, so there they are not passed.
     """
     starts = starts.tolist()
     if starts[-1] != tokens:

@@ -15,9 +15,10 @@ _WHY = "in fp32 a grid point falls beside the table's row that it is on, and wei
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the methods that compute it; their names depend on the version.
+    """Patch the methods that compute the position embedding; their names depend on the version.
 
-    They are patched when the model is imported: the registry would import it in every process.
+    npu-ops itself applies these patches when the model's module is imported. SGLang's hook registry
+    would import that module in every process.
     """
     names = ["fast_pos_embed_interpolate"]
     names += ["fast_pos_embed_interpolate_from_list"] if functions.since("0.5.11") else []
@@ -34,7 +35,10 @@ def patches() -> Iterable[Patch]:
 
 
 def ours_if_asked(self, grid_thw) -> torch.Tensor:
-    """Compute it unless align_corners is False, which SGLang uses when it captures a graph."""
+    """Return the position embedding of images, `[T, D]`, unless align_corners is False.
+
+    SGLang sets align_corners to False when it captures a graph.
+    """
     if not getattr(self, "align_corners", True):
         raise functions.NotOursError("SGLang wants the grid to end half a patch before the corners")
     return ours(self, grid_thw)

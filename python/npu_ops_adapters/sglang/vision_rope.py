@@ -14,9 +14,10 @@ from npu_ops_adapters.sglang import functions
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function that towers import; the machine decides which function it is.
+    """Patch `apply_rotary_pos_emb`, which vision towers import.
 
-    With NPU_OPS_CONSISTENT also patch the table of Qwen3-VL and Qwen3.5.
+    SGLang binds that name to a different function on each kind of device. With NPU_OPS_CONSISTENT
+    also patch the method that makes the angles of Qwen3-VL and Qwen3.5.
     """
     yield functions.replaced(
         f"{functions.rotary_embedding('utils')}:apply_rotary_pos_emb",

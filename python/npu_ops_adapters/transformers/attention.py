@@ -2,12 +2,14 @@
 
     model = AutoModel.from_pretrained(..., attn_implementation="npu_ops")
 
-Masks are made as for SDPA: boolean, or None if is_causal is enough. Vision towers pass the starts
-of their images as for flash attention, so all images are one call. A mask that is just packed and
-causal is recognized, and replaced by the sequences' starts. Each layer reads masks and lengths
-again, because their memory may have changed since the last layer.
+transformers makes the masks that it makes for SDPA: boolean ones, or None if is_causal is enough. A
+mask that only separates packed sequences and is causal is recognized, and replaced by the
+sequences' starts. Vision towers pass their images' starts, as they do for flash attention, so one
+call computes all images. Each layer reads masks and lengths again, because their memory may have
+changed since the last layer.
 
-If verl splits a sequence over ranks, tokens and heads are exchanged as for flash attention.
+If verl splits a sequence over ranks, the ranks exchange tokens and heads, as verl does for flash
+attention.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def patches() -> Iterable[Patch]:
     vision = models.vision()
     imported = {model for model in vision if models.home(model) in sys.modules}
     for model in vision:
-        # version 4 compares a name instead
+        # Models of version 4 have no such function: they compare the implementation's name.
         if model not in imported or models.having((model,), asks):
             yield models.patch(
                 f"{models.home(model)}:{asks}",
@@ -70,7 +72,7 @@ def _name(target: str, make: Callable, **changes) -> Patch:
 
 
 def _hand_models_over() -> None:
-    """Switch models that were loaded with the name `npu_ops` to SDPA: the name is gone."""
+    """Switch loaded models from `npu_ops` to SDPA, because a revert has removed that name."""
     base = sys.modules["transformers.configuration_utils"].PretrainedConfig
     configs = (one for one in gc.get_objects() if issubclass(type(one), base))
     ours = [config for config in configs if config._attn_implementation == NAME]
@@ -95,9 +97,10 @@ def _mask(original: None) -> Callable:
 
 
 def _note_packing(mask) -> None:
-    """If a mask is packed and causal, attach the sequences' starts to it, and a copy of its values.
+    """If a mask is packed and causal, attach the sequences' starts and the values to it.
 
-    The values are copied to the host, so this is skipped in a trace and in decoding.
+    The host waits for the comparison of the values, so traces, captured graphs and masks that are
+    not square (as in decoding) are skipped.
     """
     square = mask.shape[0] == 1 and mask.shape[2] == mask.shape[3]
     if not square or not is_plain(mask) or is_captured(mask.device):
@@ -113,9 +116,9 @@ def _note_packing(mask) -> None:
 
 
 def _packing(mask):
-    """Return the starts that `_note_packing` attached, if the mask still has the same values.
+    """Return the starts that `_note_packing` attached, or None if the mask's values have changed.
 
-    None in a trace or a captured graph, where values cannot be read.
+    Also return None in a trace or a captured graph, where values cannot be read.
     """
     starts, packed = getattr(mask, "npu_ops_packing", (None, None))
     if starts is None or not is_plain(mask) or is_captured(mask.device):
@@ -168,10 +171,13 @@ def _function(original: None) -> Callable:
 
 
 def _is_spread(is_causal: bool, position_ids) -> bool:
-    """Return whether this rank has only a span of the tokens. Each rank has all images.
+    """Return whether this rank has only a span of the tokens.
+
+    verl does not split the images of vision towers, whose layers are not causal and get no
+    position_ids.
 
     Raises:
-        RuntimeError: position_ids, which tell where sequences start, were not passed.
+        RuntimeError: a causal layer got no position_ids, which tell where sequences start.
     """
     if ulysses.size() == 1:
         return False
@@ -186,8 +192,8 @@ def _is_spread(is_causal: bool, position_ids) -> bool:
 def _spread(query, key, value, is_causal, mask, options, settings):
     """Attend with tokens split over ranks: `[1, N, T / ranks, D]` in, `[1, T / ranks, N, D]` out.
 
-    Attention sees all tokens. The mask covers this rank's span only, so the positions of all ranks
-    are used in its place.
+    Each rank attends to all tokens with some of the heads. The mask covers this rank's span only,
+    so the sequences' starts are computed from the positions of all ranks instead.
     """
     if mask is not None and _packing(mask) is None:
         raise RuntimeError(
@@ -209,8 +215,9 @@ def _spread(query, key, value, is_causal, mask, options, settings):
 def _dense(query, key, value, mask, is_causal, settings):
     """Attend dense sequences: `[B, N, S, D]` in, `[B, S, N, D]` out.
 
-    Without a mask, as in transformers' SDPA: a single query sees all keys. Causal queries with more
-    keys than queries see the first keys only: the rest of a cache of fixed size is empty.
+    A call without a mask has the meaning that it has in transformers' SDPA: a single query attends
+    to all keys. Several causal queries attend to as many keys as there are queries, the first ones:
+    the rest of a cache of fixed size is empty.
     """
     length = query.shape[2]
     is_causal = is_causal and mask is None and length > 1
@@ -224,7 +231,7 @@ def _dense(query, key, value, mask, is_causal, settings):
 
 
 def _mask_arguments(mask, query, key) -> dict:
-    """Return the mask as attn_mask if it is boolean, else as bias. A mask is never dropped."""
+    """Return the mask under the name attn_mask if it is boolean, else under the name bias."""
     if mask is None:
         return {}
     check.tensor("attention_mask", mask)
@@ -238,14 +245,14 @@ def _mask_arguments(mask, query, key) -> dict:
 
 
 def _agree(known, starts) -> bool:
-    """Return whether lengths that were passed besides a mask equal the mask's."""
+    """Return whether `starts` is None or equals `known`, the starts read from the mask."""
     return starts is None or torch.equal(known, starts.to(known.dtype))
 
 
 def _packed(query, key, value, is_causal, options, settings):
     """Attend packed sequences: `[1, N, T, D]` in, `[1, T, N, D]` out.
 
-    The vendor's operators need the lengths on the host.
+    The lengths are copied to the host, because the vendor's operators need them there.
     """
     if query.shape[0] != 1:
         raise check.shape("query", query, "a batch of 1 with cu_seq_lens_q")
@@ -266,7 +273,7 @@ def _packed(query, key, value, is_causal, options, settings):
 
 
 def _number(length):
-    """Return a maximum length if it is an int, else None, which means the number of all tokens.
+    """Return a maximum length if it is an int, else None, which stands for the number of tokens.
 
     A tensor is not read, because it may be on the device.
     """
@@ -274,9 +281,9 @@ def _number(length):
 
 
 def _apart(mask, starts, key_starts, key):
-    """Return a mask that combines a given mask with given lengths of packed sequences.
+    """Return the mask, limited to pairs of a query and a key in the same packed sequence.
 
-    An additive mask keeps its values within a sequence, and is -inf between sequences.
+    Between sequences a boolean mask becomes False, and an additive mask becomes -inf.
     """
     key_starts = starts if key_starts is None else key_starts
     rows, columns = (

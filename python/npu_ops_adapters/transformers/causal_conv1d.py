@@ -1,4 +1,4 @@
-"""The short convolution before linear attention. Packed sequences do not see each other."""
+"""The short convolution before linear attention, which does not mix packed sequences."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _PACKAGE = (
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `causal_conv1d_fn`: a function; in version 4 that of the package causal-conv1d, or
-    None."""
+    """Patch `causal_conv1d_fn`.
+
+    In version 4 that is the function of the package causal-conv1d, or None without the package.
+    """
     yield from models.compared(
         models.linear(),
         models.CONVOLUTION,
@@ -46,10 +48,10 @@ def ours(
     cu_seq_lens_q=None, initial_states=None, return_final_states=False, final_states_out=None,
     **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. Channels come before tokens.
+    """Return the npu-ops call for this call of transformers; hidden_states is `[B, D, T]`.
 
-    Packed sequences are given by cu_seq_lens_q, or by seq_idx. With seq_idx alone, the positions
-    where it changes are copied to the host.
+    cu_seq_lens_q or seq_idx gives the packed sequences. With seq_idx alone the host waits for the
+    device, because the number of sequences depends on its values.
     """
     x = hidden_states if x is None else x
     for name, value in (("initial_states", initial_states), ("out", final_states_out)):
@@ -67,7 +69,7 @@ def ours(
 
 
 def _starts(seq_idx, rows):
-    """Return cu_seqlens of a batch of one, from the sequence number of each token."""
+    """Return cu_seqlens from seq_idx `[1, T]`, the sequence number of each token."""
     check.tensor("seq_idx", seq_idx)
     if seq_idx.shape != (1, rows.shape[1]):
         raise check.shape("seq_idx", seq_idx, f"[1, {rows.shape[1]}]")
@@ -83,7 +85,7 @@ def _by_channel(rows, weight, bias, activation, cu_seqlens):
 
 
 def _plain(x, weight, bias=None, activation=None, seq_idx=None):
-    """Convolve as version 4 does without the package."""
+    """Convolve x `[B, D, T]` in PyTorch, as version 4 does without the package causal-conv1d."""
     if seq_idx is not None:
         raise ValueError("seq_idx: got one with a batch, needs the package causal-conv1d")
     weight, length = weight[:, None], x.shape[2]

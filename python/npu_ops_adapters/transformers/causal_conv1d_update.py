@@ -29,7 +29,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(function) -> list[tuple]:
-    """Return small calls with a state that has one extra token, and without."""
+    """Return two small calls: with states of W tokens and of W - 1; W is the filter's width."""
     draw = Draw()
     x, weight = draw.normal(2, 6, 1), draw.normal(6, 4)
     half = (x.bfloat16(), draw.normal(2, 6, 3, dtype=torch.bfloat16), weight.bfloat16())
@@ -37,7 +37,10 @@ def _calls(function) -> list[tuple]:
 
 
 def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
-    """Return the npu-ops call for this call of transformers. There is no gradient."""
+    """Return the npu-ops call for this call of transformers. It has no gradient.
+
+    hidden_states is `[B, D, 1]`, conv_state `[B, D, W]` or `[B, D, W - 1]`, weight `[D, W]`.
+    """
     x, state = hidden_states, conv_state
     for name, tensor in (("hidden_states", x), ("conv_state", state), ("weight", weight)):
         check.floating(name, tensor)
@@ -56,13 +59,17 @@ def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Calla
 
 
 def always_silu(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
-    """As `ours`, for the function of version 5.10 and older, which always applies SiLU."""
+    """Return the call with SiLU, which the function of version 5.10 and older always applies."""
     return ours(hidden_states, conv_state, weight, bias, "silu")
 
 
 @torch.no_grad()
 def _step(x, state, weight, bias, activation):
-    """Decode one token. If a state has one token more than the filter reads, shift that too."""
+    """Decode one token of each sequence, and update the states in place.
+
+    npu-ops' states have W - 1 tokens, those that the filter reads again. If transformers' states
+    have W, their oldest token is shifted out here.
+    """
     if state.shape[2] == weight.shape[1]:
         state[..., 0] = state[..., 1]
         state = state[..., 1:]

@@ -44,10 +44,10 @@ def _calls(function) -> list[tuple]:
 
 
 def delta_rule_arguments(tokens: int, by_channel: bool = False) -> tuple:
-    """Return q, k, v, g and beta of two small calls, and a state. Beta is up to 2.
+    """Return `(q, k, v, g, beta)` of two small calls, and a state. beta is at most 2.
 
-    One call is in fp32, with q and k so small that the norm's epsilon matters. The other is in
-    bf16.
+    One call is in fp32, with q and k so small that the norm's epsilon matters. The other has q, k
+    and v in bf16. by_channel: g has a value per key channel.
     """
     draw = Draw()
     q, k, v = (draw.normal(2, tokens, 4, width) for width in (8, 8, 6))
@@ -94,10 +94,10 @@ def checked(q, k, v, g, beta, initial_state, cu_seqlens) -> dict:
 
 
 def checked_by(call: Callable, check_call: Callable, *, initial_state, **given) -> dict:
-    """Check the arguments `given`, and return them. A half-precision state becomes fp32, as in
-    theirs.
+    """Check the arguments and return them by name. As in transformers, the state becomes fp32.
 
-    call: makes a NamedTuple of the public function's arguments by name. check_call: checks it.
+    call: makes a NamedTuple of the public function's arguments. check_call: checks that tuple.
+    given: the arguments except the state, under npu-ops' names.
     """
     if initial_state is not None:
         check.floating("initial_state", initial_state)
@@ -105,6 +105,6 @@ def checked_by(call: Callable, check_call: Callable, *, initial_state, **given) 
     given["initial_state"] = initial_state
     check_call(call(**given))
     check_device(given["q"])
-    # transformers computes fp64 in fp32
+    # fp64 is refused, because transformers computes it in fp32.
     check.one_of("q's dtype", given["q"].dtype, check.KERNEL_DTYPES)
     return given

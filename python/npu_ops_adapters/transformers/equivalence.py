@@ -17,7 +17,7 @@ import torch
 from npu_ops.core import compare, env, make
 from npu_ops_adapters.patching import Names, wrapped
 
-# bf16 results are rounded at other places than in transformers.
+# The bf16 tolerance is wide, because npu-ops rounds at other places than transformers.
 _CLOSE = {
     torch.float32: compare.Tolerance(1e-4, 1e-4),
     torch.bfloat16: compare.Tolerance(2e-2, 5e-2),
@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     calls: takes the function or its class, and returns argument tuples of small calls. Each time it
     makes new tensors, because a call may write to them.
     build: makes a module of a class; all sizes are multiplied by a factor. None for a function.
-    reads: the settings of the module that `ours` itself handles.
+    reads: names of module settings that `ours` handles itself, so their values may differ.
     """
 
     ours: Callable
@@ -41,8 +41,10 @@ class Variant(NamedTuple):
     reads: Names = ()
 
     def on(self, subject: Any) -> Callable:
-        """Return `ours`. It raises ValueError if a module's settings differ from those that were
-        compared."""
+        """Return `ours`; for a class it also checks the settings of each module.
+
+        It then raises ValueError if they differ from the settings of the modules compared here.
+        """
         if self.build is None:
             return self.ours
         with _undisturbed():
@@ -53,7 +55,7 @@ class Variant(NamedTuple):
 
 @functools.cache
 def choose(subject: Any, variants: tuple[Variant, ...]) -> Variant | str:
-    """Return the first formula that the model implements, or why there is none.
+    """Return the first formula that the model implements, or the reason why there is none.
 
     Args:
         subject: the model's original function, or the class whose `forward` it is.
@@ -68,7 +70,7 @@ def choose(subject: Any, variants: tuple[Variant, ...]) -> Variant | str:
 
 
 def innermost(function: Any) -> Any:
-    """Return the PyTorch function inside decorators that select kernels of other packages."""
+    """Return the PyTorch function inside the decorators that select kernels of other packages."""
     if issubclass(type(function), types.FunctionType):
         *_, function = wrapped(function)
     return function
@@ -87,7 +89,7 @@ def _difference(variant: Variant, function: Callable, subject: Any) -> str:
 
 
 def _of_pytorch(function: types.FunctionType) -> Callable:
-    """Copy a function so that it calls only PyTorch functions, see `innermost`."""
+    """Copy a function so that it calls the `innermost` form of each function it names."""
     called = function.__globals__.keys() & set(function.__code__.co_names)
     known = function.__globals__ | {n: innermost(function.__globals__[n]) for n in called}
     copied = types.FunctionType(
@@ -99,7 +101,10 @@ def _of_pytorch(function: types.FunctionType) -> Callable:
 
 @contextlib.contextmanager
 def _undisturbed():
-    """Isolate these calls from the program's settings; run them on the CPU."""
+    """Run the block on the CPU without gradients, autocast or the program's npu-ops settings.
+
+    The state of PyTorch's random generator is kept.
+    """
     plain = {"impl": {}, "strict": False, "log": "once", "consistent": ""}
     with contextlib.ExitStack() as contexts:
         if any(getattr(env.settings, name) != value for name, value in plain.items()):
@@ -113,7 +118,7 @@ def _undisturbed():
 
 
 def _assert_same(actual: Any, expected: Any) -> None:
-    """Raise AssertionError unless all tensors agree, including arguments that were written."""
+    """Raise AssertionError unless all tensors agree: results, and arguments that were written."""
     pairs = zip(_tensors(actual), _tensors(expected), strict=True)
     for number, (a, e) in enumerate(pairs):
         if a.dtype != e.dtype:
@@ -130,7 +135,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _settings(one: torch.nn.Module, other: torch.nn.Module) -> dict:
-    """Return the settings that are equal in two modules of one class with different sizes."""
+    """Return the settings that do not depend on size: equal in two modules of different sizes."""
     bare = vars(torch.nn.Module())
     mine, others = vars(one), vars(other)
     return {n: v for n, v in mine.items() if n not in bare and n in others and v == others[n]}
@@ -147,7 +152,7 @@ def _with_settings(ours: Callable, known: dict, module, *args, **kwargs):
 
 
 class Draw:
-    """Random numbers that are the same each time, and do not touch the program's generator."""
+    """Random numbers that are the same each time, and leave the program's generator alone."""
 
     def __init__(self):
         self._draw = torch.Generator("cpu").manual_seed(0)

@@ -1,9 +1,11 @@
-"""Mixture of experts: one launch for the products on NPUs, where PyTorch has no kernel for them.
+"""Mixture of experts: one launch for the products of all experts, on NPUs.
 
-torch_npu of torch 2.7 to 2.13 has none. There PyTorch's function fails, or waits for each group's
-length and runs one product per group, as transformers' own does. With NPU_OPS_CONSISTENT, all of
-transformers' implementations become the grouped one, and it adds a token's experts in order of
-expert id, which every framework knows.
+torch_npu for torch 2.7 to 2.13 has no kernel for PyTorch's grouped product. There PyTorch's
+function fails, or waits for each group's length and runs one product per group. transformers' own
+function also runs one product per group.
+
+With NPU_OPS_CONSISTENT, the grouped implementation replaces transformers' other implementations in
+PyTorch. It then adds a token's experts in order of expert id, as npu-ops does in each framework.
 """
 
 from __future__ import annotations
@@ -71,8 +73,7 @@ def always_grouped(original: Callable) -> Callable:
 
 @functools.cache
 def in_order_of_id(compute: Callable) -> Callable:
-    """Wrap transformers' grouped function, which adds experts in the given order, to sort them by
-    id."""
+    """Wrap transformers' grouped function so that it adds a token's experts in order of id."""
 
     @functools.wraps(compute)
     def experts(self, hidden_states, top_k_index, top_k_weights):

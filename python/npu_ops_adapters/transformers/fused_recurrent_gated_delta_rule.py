@@ -62,7 +62,10 @@ def ours_by_channel(
     query, key, value, g, beta, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """As `ours`, for g `[B, T, HV, K]`. With NPU_OPS_CONSISTENT=1 it runs the rule of training."""
+    """Return the npu-ops call for this call of transformers; g is `[B, T, HV, K]`.
+
+    With NPU_OPS_CONSISTENT=1 that is the rule by chunks, which training runs.
+    """
     if env.settings.consistent == "chunks":
         raise ValueError("g: got a decay by key channel, whose states carry no unfinished chunk")
     if env.settings.consistent:

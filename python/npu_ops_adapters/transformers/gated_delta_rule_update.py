@@ -1,7 +1,7 @@
 """A decoding step of Gated Delta Net: gates, norms of q and k and the delta rule in one launch.
 
-transformers computes the gates, and its rule returns a new state, which the cache copies. Here the
-step between the projections has three launches: the convolution, the rule, which writes the cache's
+transformers computes the gates separately, and copies the rule's new state into the cache. npu-ops
+needs three launches between the projections: the convolution, the rule, which updates the cache's
 state in place, and the gated norm.
 """
 
@@ -56,7 +56,7 @@ def build(cls: type, factor: int) -> torch.nn.Module:
 
 
 class _States:
-    """A cache with the states of one layer."""
+    """A cache with the states of one layer, for the small calls."""
 
     def __init__(self, *states: torch.Tensor):
         self.states = states
@@ -82,9 +82,10 @@ def _calls(cls: type) -> list[tuple]:
 
 
 def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread) -> Callable:
-    """Return the npu-ops call for this call of transformers: one more token of each sequence.
+    """Return the npu-ops call for this call of transformers; hidden_states is `[B, 1, hidden]`.
 
-    With NPU_OPS_CONSISTENT it raises, so that the layer calls the replaced rule instead.
+    With NPU_OPS_CONSISTENT it raises ValueError, so the layer's own `forward` runs and calls the
+    rule that is patched for that mode.
     """
     x = hidden_states
     check_device(x)
@@ -107,7 +108,10 @@ def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread
 
 
 def _step(module, x, convolved: Callable, z, b, a, state):
-    """Decode one token; writes both states. transformers' states are `[B, HV, K, V]`."""
+    """Decode one token of each sequence, and update both states in place.
+
+    The rule's state is `[B, HV, K, V]`.
+    """
     gates = a[:, 0], b[:, 0], module.A_log, module.dt_bias
     if getattr(module, "allow_neg_eigval", False):
         a, b, *of_decay = gates
@@ -127,7 +131,7 @@ def _either(module, name: str, other: str):
 
 
 def _projected(module, x):
-    """Return q, k and v of a token one after the other, z, b and a; each `[B, 1, ...]`."""
+    """Return qkv (q, k and v side by side), z, b and a; each is `[B, 1, ...]`."""
     if hasattr(module, "in_proj_qkv"):
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return [getattr(module, name)(x) for name in names]

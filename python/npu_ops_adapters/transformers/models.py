@@ -25,11 +25,12 @@ QWEN2_VL = ("qwen2_vl", "qwen2_5_vl")
 QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
 VISION = (*QWEN2_VL, *QWEN3_VL)
 BY_NAME = (*TEXT, *VISION)
-# Models whose functions all match npu-ops in every known version. Other models' may differ.
+# In these models all patched functions match npu-ops in every known version. Functions of other
+# models may differ.
 _OURS = (*BY_NAME, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
-# A model with linear attention defines one of these. None, or another package's function, does not
-# count.
+# A model with linear attention defines one of these functions itself: the name is neither None nor
+# imported from another package.
 CONVOLUTION = "causal_conv1d_fn"
 RULE = "torch_chunk_gated_delta_rule"
 RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
@@ -46,7 +47,8 @@ def replaced(
 
     ours: takes the function's arguments and returns a function that computes the result, or raises
     TypeError or ValueError for an unsupported call.
-    signatures: transformers', of all known versions; the default is the signature of `ours`.
+    signatures: parameter names in all known versions of transformers; the default is those of
+    `ours`.
     """
     for model in models:
         make = functools.partial(falling_through, ours, op=op)
@@ -57,8 +59,9 @@ def compared(
     models: Names, name: str, op: str, variants: tuple[Variant, ...], *signatures: Names | None,
     trusted: tuple[Names | None, ...] = (), instead_of_none: Callable | None = None,
 ) -> Iterable[Patch]:  # fmt: skip
-    """Yield a patch of `name` in each model that has it, if it computes what one of the variants
-    does.
+    """Yield a patch of `name` in each model that has it.
+
+    The patch is refused unless the model's function computes what one of the variants computes.
 
     trusted: signatures of functions that cannot be called here: None, or other packages' kernels.
     instead_of_none: runs the unsupported calls if `name` is None.
@@ -85,8 +88,10 @@ def compared_classes(
 
 
 def classes(model: str, which: str | Callable[[type], bool]) -> Names:
-    """The names of the classes that an imported model defines: of those that end with `which`, or
-    for which it is true."""
+    """Return the names of classes that an imported model defines.
+
+    which: the end of a name, or a function that tells whether a class belongs to the result.
+    """
     return tuple(
         name
         for name, value in vars(sys.modules[home(model)]).items()
@@ -142,7 +147,7 @@ def having(models: Names, name: str) -> Names:
 
 
 def imported(models: Names) -> Names:
-    """Those of the models that are imported, each once."""
+    """Return the models among these that are imported, each once."""
     return tuple(model for model in dict.fromkeys(models) if home(model) in sys.modules)
 
 
@@ -153,7 +158,7 @@ def linear() -> Names:
 
 
 def _defines(model: str, name: str) -> bool:
-    """Return whether the model itself defines it: it is not None or another package's."""
+    """Return whether the model itself defines `name`, instead of importing it or setting None."""
     function = equivalence.innermost(vars(sys.modules[home(model)]).get(name))
     return getattr(function, "__module__", None) == home(model)
 

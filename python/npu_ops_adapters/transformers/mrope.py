@@ -24,7 +24,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(q, k, cos, sin, mrope_section, unsqueeze_dim=1) -> Callable:
-    """Return the npu-ops call for this call of transformers."""
+    """Return the npu-ops call for this call of transformers; cos and sin are `[3, B, S, D]`."""
     check.tensor("cos", cos)
     check.tensor("sin", sin)
     if cos.dim() != 4 or cos.shape[0] != 3 or sin.dim() != 4:

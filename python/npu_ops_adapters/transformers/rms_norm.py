@@ -16,7 +16,7 @@ from npu_ops_adapters.transformers.equivalence import Draw, Variant, small_norm
 
 _CLASSES = {
     "qwen2": "Qwen2RMSNorm",
-    "qwen2_vl": "Qwen2VLRMSNorm",  # version 4 uses Qwen2's class in these two
+    "qwen2_vl": "Qwen2VLRMSNorm",  # version 4 uses Qwen2RMSNorm in this model and the next
     "qwen2_5_vl": "Qwen2_5_VLRMSNorm",
     "qwen3": "Qwen3RMSNorm",
     "qwen3_moe": "Qwen3MoeRMSNorm",
@@ -54,21 +54,25 @@ def _calls(cls: type) -> list[tuple]:
 
 
 def ours(module, hidden_states) -> Callable:
-    """Return the npu-ops call for this call of transformers. It rounds once, theirs twice."""
+    """Return the npu-ops call for this call of transformers.
+
+    npu-ops rounds the result once, transformers twice.
+    """
     x, weight = hidden_states, module.weight
     _check("hidden_states", x, weight)
-    check.one_of("weight's dtype", weight.dtype, (x.dtype,))  # theirs returns the wider dtype
+    # With two dtypes transformers returns the wider one, npu-ops that of x.
+    check.one_of("weight's dtype", weight.dtype, (x.dtype,))
     return functools.partial(_normalise, module, x, zero_centered=False)
 
 
 def ours_zero_centered(module, x) -> Callable:
-    """As `ours`, for norms that multiply by 1 + weight."""
+    """Return the npu-ops call of a norm that multiplies by 1 + weight."""
     _check("x", x, module.weight)
     return functools.partial(_normalise, module, x, zero_centered=True)
 
 
 def _normalise(module, x, zero_centered: bool):
-    """Normalize rows, or groups of their elements. eps has one of two names."""
+    """Normalize rows of x, or groups of group_size elements if the module has that setting."""
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     norm = functools.partial(npu_ops.rms_norm, eps=eps, zero_centered=zero_centered)
     size = getattr(module, "group_size", None)

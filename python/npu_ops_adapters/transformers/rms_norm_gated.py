@@ -38,7 +38,9 @@ def _calls(cls: type) -> list[tuple]:
 
 
 def ours(module, hidden_states, gate=None) -> Callable:
-    """Return the npu-ops call for this call of transformers. It rounds once, theirs twice.
+    """Return the npu-ops call for this call of transformers.
+
+    npu-ops rounds the result once, transformers twice.
 
     Version 4 always uses silu; version 5 has an attribute for the activation.
     """

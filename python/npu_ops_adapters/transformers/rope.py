@@ -1,6 +1,7 @@
-"""Rotary embedding of text and of images; multimodal angles are already merged.
+"""Rotary embedding of text and of vision towers.
 
-This holds for transformers 5. For Qwen2-VL in version 4, see `mrope`.
+In transformers 5 the three axes of multimodal positions are merged before these functions are
+called. For Qwen2-VL in version 4, see `mrope`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(function, width: int = 8) -> list[tuple]:
-    """Return small calls, also of bf16 heads with fp32 tables, as under autocast."""
+    """Return two small calls: in fp32, and of bf16 heads with fp32 tables, as under autocast."""
     draw = Draw()
     q, k = draw.normal(2, 4, 5, 8), draw.normal(2, 1, 5, 8)
     tables = draw.normal(2, 5, width), draw.normal(2, 5, width)
@@ -54,10 +55,10 @@ def _vision_calls(function) -> list[tuple]:
 
 
 def ours(q, k=None, cos=None, sin=None, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """Return the npu-ops call for this call of transformers. It may rotate a part of each head.
+    """Return the npu-ops call for this call of transformers; cos and sin are `[B, S, W]`.
 
-    Tables wider than q and k make the result wider, as theirs do (autocast). position_ids are
-    ignored by both. k may be None.
+    It rotates the first W elements of each head. k may be None. As in transformers, position_ids
+    are ignored, and the result has the wider of q's and the tables' dtypes (autocast).
     """
     if isinstance(position_ids, int):  # transformers 5 passes unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
@@ -74,7 +75,7 @@ def ours(q, k=None, cos=None, sin=None, position_ids=None, unsqueeze_dim=1) -> C
 
 
 def ours_narrow(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """As `ours_whole`, for models whose function returns q's dtype."""
+    """Return the call of `ours_whole` for models whose function returns q's dtype."""
     ours_whole(q, k, cos, sin, position_ids, unsqueeze_dim)
     if isinstance(position_ids, int):
         unsqueeze_dim = position_ids
@@ -85,7 +86,7 @@ def ours_narrow(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
 
 
 def ours_whole(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """As `ours`, for models whose function cannot rotate a part of each head."""
+    """Return the call of `ours` for models whose function always rotates whole heads."""
     call = ours(q, k, cos, sin, position_ids, unsqueeze_dim)
     if cos.shape[-1] != q.shape[-1]:
         raise check.shape("cos", cos, f"[B, S, {q.shape[-1]}]")
@@ -100,7 +101,10 @@ _VARIANTS = (
 
 
 def ours_vision(q, k, cos, sin) -> Callable:
-    """Return the npu-ops call for this call of transformers. Both compute in fp32."""
+    """Return the npu-ops call for this call of transformers. Both compute in fp32.
+
+    q and k are `[T, N, D]`, cos and sin `[T, D]`.
+    """
     _check(q, k, cos, sin)
     check.one_of("q's dtype", q.dtype, check.KERNEL_DTYPES)  # transformers rotates fp64 in fp32
     if q.dim() != 3 or cos.shape != (q.shape[0], q.shape[2]):

@@ -1,7 +1,7 @@
-"""SwiGLU: between the projections of an MLP, and of a mixture's experts.
+"""SwiGLU between the projections of an MLP, and between those of the experts of a mixture.
 
-An MLP's projections are two calls, so the gate and up are two tensors. With NPU_OPS_CONSISTENT the
-models' own functions compute it: they round silu(gate), as every framework then does.
+An MLP projects gate and up in two calls, so they are two tensors. With NPU_OPS_CONSISTENT the
+models' own functions run. They round silu(gate), as all frameworks do in that mode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIGNATURES = ("self", "x"), ("self", "hidden_state"), ("self", "hidden_states")
 
 
 def patches() -> Iterable[Patch]:
-    """`forward` of each class that computes with these parts alone, and the gate of experts."""
+    """Patch `forward` of each class that uses just `_PARTS`, and `_apply_gate` of experts."""
     known = models.imported((*models.BY_NAME, *models.linear()))
     variant = Variant(ours, _calls, _small_mlp)
     yield from models.compared_classes(known, _is_mlp, "swiglu", (variant,), *_SIGNATURES)
@@ -33,7 +33,8 @@ def patches() -> Iterable[Patch]:
     for model in known:
         for name in models.classes(model, _has_gate_of_experts):
             target = f"{models.home(model)}:{name}._apply_gate"
-            # Not where it comes from: classes that are made later would keep ours.
+            # Patch each class, not the function that a decorator of transformers gives it: classes
+            # that are made later would get the replacement, and keep it after a revert.
             yield models.patch(
                 target, "swiglu", make, (("self", "gate_up_out"),), why=_WHY, rebind=False
             )
@@ -49,7 +50,7 @@ def _has_gate_of_experts(cls: type) -> bool:
 
 
 def _small_mlp(cls: type, factor: int) -> torch.nn.Module:
-    """A module of a model's class that has these parts alone, whatever its `__init__` asks for."""
+    """Make a module of a model's class with just `_PARTS`, without calling its `__init__`."""
     module = cls.__new__(cls)
     torch.nn.Module.__init__(module)
     wide, narrow = 8 * factor, 4 * factor
@@ -66,7 +67,10 @@ def _calls(cls: type) -> list[tuple]:
 
 
 def ours(module, x) -> Callable:
-    """Return the npu-ops call for this call of transformers; it rounds once, theirs twice."""
+    """Return the npu-ops call for this call of transformers.
+
+    npu-ops rounds the result once, transformers twice.
+    """
     _check(module.act_fn, "x", x)
     return functools.partial(_project, module, x)
 
@@ -79,7 +83,7 @@ def _project(module, x):
 
 
 def ours_of_experts(module, gate_up_out) -> Callable:
-    """The same of experts, which have one projection for the gate and up."""
+    """Return the npu-ops call for experts, whose one projection gives gate and up side by side."""
     _check(module.act_fn, "gate_up_out", gate_up_out)
     if not _takes(gate_up_out) or gate_up_out.shape[-1] % 2:
         raise ValueError("gate_up_out: got what npu-ops has no kernel for")
@@ -87,7 +91,10 @@ def ours_of_experts(module, gate_up_out) -> Callable:
 
 
 def _check(activation, name: str, x) -> None:
-    """Raise unless the activation is silu, which nobody watches, of a tensor on a known device."""
+    """Raise TypeError or ValueError unless x is a tensor on a supported device and goes to SiLU.
+
+    The activation may have no hooks. With NPU_OPS_CONSISTENT every call is refused.
+    """
     check.tensor(name, x)
     check_device(x)
     if env.settings.consistent:
@@ -99,6 +106,8 @@ def _check(activation, name: str, x) -> None:
 
 
 def _takes(x: torch.Tensor) -> bool:
-    """Whether a projection gave a plain tensor of a dtype that kernels have: a tensor that is
-    spread over ranks has operators of its own."""
+    """Return whether a projection gave a plain tensor in a dtype of npu-ops' kernels.
+
+    A subclass such as DTensor, which is spread over ranks, has operators of its own.
+    """
     return type(x) is torch.Tensor and x.dtype in check.KERNEL_DTYPES

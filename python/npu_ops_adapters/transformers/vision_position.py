@@ -1,7 +1,7 @@
-"""With NPU_OPS_CONSISTENT, the position embedding of a vision tower has the numbers of servers.
+"""With NPU_OPS_CONSISTENT, a vision tower's position embedding has the bits of the servers.
 
-transformers interpolates in fp32 on the device, version 4 also rounds the weights. SGLang and vLLM
-with npu-ops round once, and so does this.
+transformers interpolates in fp32 on the device, and version 4 also rounds the weights. SGLang and
+vLLM with npu-ops interpolate in fp64 and round once. With this patch transformers does so, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def interpolation(
     grid_thw, num_grid_per_side, mode="bilinear", align_corners=False, spatial_merge_size=1,
     padding="border", kwargs=None,
 ) -> Callable:  # fmt: skip
-    """Return rows of the table and their weights, `[T, 4]`, as a call."""
+    """Return a function that returns rows of the table and their weights, both `[T, 4]`."""
     check.one_of("mode", mode, ("bilinear",))
     check.one_of("align_corners", align_corners, (True,))
     check.one_of("padding", padding, ("border",))
@@ -55,7 +55,7 @@ def interpolation(
 
 
 def bilinear(grid_thw, num_grid_per_side, spatial_merge_size, kwargs=None) -> Callable:
-    """Return rows of the table and their weights, `[4, T]`, as a call."""
+    """Return a function that returns rows of the table and their weights, both `[4, T]`."""
     check_device(grid_thw)
     _check_not_given(kwargs, "bilinear_indices", "bilinear_weights")
 
@@ -67,12 +67,13 @@ def bilinear(grid_thw, num_grid_per_side, spatial_merge_size, kwargs=None) -> Ca
 
 
 def method(self, grid_thw) -> Callable:
+    """Return a function that returns the position embedding `[T, D]` of the tower `self`."""
     check_device(grid_thw)
     return functools.partial(vision_tower.position_embedding, self, grid_thw.tolist())
 
 
 def _check_not_given(kwargs, *names: str) -> None:
-    """Raise ValueError if the caller has computed them."""
+    """Raise ValueError if the caller has computed one of these tensors itself."""
     for name in names:
         if (kwargs or {}).get(name) is not None:
             raise ValueError(f"{name}: got it from the caller, needs None")

@@ -1,10 +1,10 @@
 """verl 0.9. The patches here make npu-ops' operators work with what verl changes in a model.
 
 - `npu_patches`: verl's own NPU patches leave functions alone that npu-ops has replaced.
-- `ulysses`: layers learn that Ulysses splits a sequence over ranks.
+- `ulysses`: layers exchange tokens and heads if Ulysses splits a sequence over ranks.
 - `log_probs`: log-probabilities are in fp32.
-- `vision_position`: a vision tower has the numbers of servers.
-- `gated_delta_net`: packed sequences are one call of Gated Delta Net, also with Ulysses.
+- `vision_position`: a vision tower's position embedding has the bits of the servers.
+- `gated_delta_net`: one call of Gated Delta Net computes packed sequences, also with Ulysses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gated Delta Net of packed sequences, also if Ulysses splits them over ranks.
 
-verl's own function computes the sequences one by one, and needs fla with Ulysses. Here they are one
-call. With Ulysses each rank computes all tokens of some heads, as in attention, so no state passes
-between ranks.
+verl's own function computes the sequences one by one, and needs fla with Ulysses. npu-ops computes
+all sequences in one call. With Ulysses each rank computes some of the heads for all tokens, as in
+attention, so no state passes between ranks.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def _forward(layer, x, cu_seqlens):
 
 
 def _gathered(layer, x):
-    """Return q, k and v side by side, and the gates: all tokens, for this rank's heads."""
+    """Return q, k and v side by side, and a and b side by side: all tokens of this rank's heads."""
     qkv, a, b = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     ranks = ulysses.size()
     if ranks == 1:
         return qkv, torch.cat((a, b), dim=-1)
     parts = [*qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1), a, b]
-    # One exchange for all: a row per rank, with that rank's heads of each part.
+    # Exchange all parts at once: dimension 2 is the rank, whose row has its heads of each part.
     rows = torch.cat([part.unflatten(-1, (ranks, -1)) for part in parts], dim=-1)
     mine = ulysses.gather_tokens(rows, tokens=1, heads=2)[:, :, 0]
     return mine.split([qkv.shape[-1] // ranks, 2 * a.shape[-1] // ranks], dim=-1)

@@ -1,9 +1,9 @@
 """Ulysses, verl's sequence parallelism.
 
-Each rank has a span of the tokens. In layers that mix tokens, each rank has all tokens of some
-heads instead. verl exchanges the two only inside its flash attention function, and only if a model
-passes position_ids, which its vision tower does not. Another attention function must do the
-exchange itself, or it attends only within the span.
+Each rank has a span of the tokens, with all heads. Layers that mix tokens need all tokens, so each
+rank exchanges its span for all tokens of some heads. verl makes this exchange only inside its flash
+attention function, and only if a model passes position_ids, which a vision tower does not. Any
+other attention function must make the exchange itself, or it attends only within the span.
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ _MODULE = "verl.utils.ulysses"
 
 
 def size() -> int:
-    """Return the number of ranks that share a sequence."""
+    """Return the number of ranks that share a sequence; without verl it is 1."""
     verl = sys.modules.get(_MODULE)
     return verl.get_ulysses_sequence_parallel_world_size() if verl else 1
 
 
 def rank() -> int:
-    """Return this rank's number among them."""
+    """Return this rank's number among the ranks that share a sequence."""
     return sys.modules[_MODULE].get_ulysses_sequence_parallel_rank()
 
 
 def gather_tokens(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """Exchange for all tokens of this rank's share of heads. tokens, heads: dimensions of x."""
+    """Exchange a span of tokens with all heads for all tokens with this rank's share of the heads.
+
+    tokens, heads: the numbers of these dimensions of x.
+    """
     return sys.modules[_MODULE].gather_seq_scatter_heads(x, seq_dim=tokens, head_dim=heads)
 
 
 def gather_heads(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """Exchange for all heads of this rank's span of the tokens."""
+    """Exchange all tokens with some heads for this rank's span of the tokens with all heads."""
     return sys.modules[_MODULE].gather_heads_scatter_seq(x, head_dim=heads, seq_dim=tokens)
 
 
 def starts(position_ids: torch.Tensor) -> torch.Tensor:
     """Return cu_seqlens of all tokens: a sequence starts where the positions jump.
 
-    position_ids: `[1, T]`, of this rank's span. Each layer calls it, as flash attention does.
+    position_ids: `[1, T / ranks]`, those of this rank's span. Each layer gathers them again, as
+    flash attention does.
     """
     spans = [torch.empty_like(position_ids) for _ in range(size())]
     group = sys.modules[_MODULE].get_ulysses_sequence_parallel_group()

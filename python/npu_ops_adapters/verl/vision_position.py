@@ -1,6 +1,6 @@
-"""With NPU_OPS_CONSISTENT, verl's position embedding of a vision tower has the numbers of servers.
+"""With NPU_OPS_CONSISTENT, verl's position embedding of a vision tower has the bits of the servers.
 
-verl sets it in models of transformers, of which some versions call it.
+verl sets its own function in transformers' models, which some versions of transformers call.
 """
 
 from __future__ import annotations

@@ -24,13 +24,15 @@ def patches() -> Iterable[Patch]:
 
 
 def register() -> None:
-    """Apply the adapters: the entry point of vllm.general_plugins. An exception here would stop
-    vLLM."""
+    """Apply the adapters: the entry point of vllm.general_plugins.
+
+    An error is logged and not raised, because an exception here would stop vLLM.
+    """
     with npu_ops_import_hook.reporting:
         import npu_ops_adapters
         from npu_ops.core import env
 
         if env.settings.consistent:
-            # A model that was compiled in the default mode has the same key in vLLM's cache.
+            # vLLM's cache has the same key for a model that was compiled in the default mode.
             os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         npu_ops_adapters.apply()

@@ -3,8 +3,9 @@
 vllm-ascend calls the vendor's operators, which sum in another order. In the default mode they stay,
 because they are faster.
 
-A graph of decoding steps freezes the lists of lengths that the vendor's operators take. npu-ops
-reads lengths from the device: from vllm-ascend's own buffers, which it fills before each replay.
+The vendor's operators take lengths as lists, which a graph of decoding steps freezes. In a graph
+npu-ops reads lengths on the device, from vllm-ascend's own buffers, which vllm-ascend fills before
+each replay.
 """
 
 from __future__ import annotations
@@ -55,9 +56,12 @@ def patches() -> Iterable[Patch]:
 class Buffers(NamedTuple):
     """vllm-ascend's device memory that describes the sequences of a step.
 
-    starts: `[sequences + 1]`. lengths: `[sequences]`, numbers of keys. table: their blocks. Each
-    padding row of a decoding graph is a sequence of one token without keys.
-    captured: addresses that graphs read; all steps share it.
+    starts: `[sequences + 1]`, cu_seqlens of the queries.
+    lengths: `[sequences]`, the numbers of keys.
+    table: the block table, a row per sequence.
+    captured: addresses that captured graphs read; all steps share this set.
+
+    Each padding row of a decoding graph is a sequence of one query without keys.
     """
 
     starts: torch.Tensor
@@ -91,7 +95,10 @@ def _with_buffers(build: Callable) -> Callable:
 
 
 def ours(self, query, key, value, kv_cache, attn_metadata, output):
-    """Write output `[T, heads, D]`. Rows after the last sequence are padding."""
+    """Attend with query `[T, heads, D]` to the paged cache; write and return output.
+
+    output has query's shape. Rows after the last sequence are padding.
+    """
     check_device(query)
     _check(self, query)
     find = _in_graph if is_captured(query.device) else _of_step
@@ -110,7 +117,7 @@ def ours(self, query, key, value, kv_cache, attn_metadata, output):
 
 
 def _of_step(layer, query, metadata) -> tuple[int, dict]:
-    """Return the number of tokens, and attention's arguments about lengths."""
+    """Return the number of tokens, and the lengths as arguments of `npu_ops.attention`."""
     starts, ends = metadata.query_start_loc, metadata.actual_seq_lengths_q
     count = min(starts.shape[0] - 1, len(ends))  # 0.23.0 may append a sequence of padding to `ends`
     return ends[count - 1], {
@@ -123,7 +130,7 @@ def _of_step(layer, query, metadata) -> tuple[int, dict]:
 
 
 def _in_graph(layer, query, metadata) -> tuple[int, dict]:
-    """Return the same for all replays of a graph: lengths on the device alone.
+    """Return what `_of_step` returns, for all replays of a graph: with lengths on the device alone.
 
     Raises:
         ValueError: other steps than decoding are captured, or the lengths are not on the device.

@@ -1,7 +1,8 @@
 """The short convolution before linear attention, in prefill.
 
-Only vllm-ascend 0.18.0 has it in Python. Qwen's layers call an AscendC operator, for which they
-copy lengths and slots to the host: `gated_delta_net` replaces that.
+Only vllm-ascend 0.18.0 has this function in Python. Qwen's layers instead call an AscendC operator,
+for which they copy lengths and slots to the host. `gated_delta_net` replaces that part of the
+layers.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def ours(
     x, weight, bias=None, activation="silu", conv_states=None, has_initial_state=None,
     cache_indices=None, query_start_loc=None, metadata=None, pad_slot_id=-1,
 ):  # fmt: skip
-    """Convolve x `[D, T]`; the first W - 1 columns of a slot `[D, L]` are its sequence's last
-    tokens.
+    """Convolve x `[D, T]`, and update the slots `[D, L]` of conv_states.
 
+    The first W - 1 columns of a slot are the last tokens of its sequence; W is the filter's width.
     A sequence whose has_initial_state is False begins with zeros. vllm-ascend's function ignores
     has_initial_state, and begins with the slot's content.
     """

@@ -28,9 +28,10 @@ def ours(
     prebuilt_meta=None, head_first=False, use_qk_l2norm_in_kernel=False, chunk_indices=None,
     chunk_offsets=None, core_attn_out=None,
 ):  # fmt: skip
-    """Return o and the final states in fp32; states are `[keys, values]`.
+    """Return o and the final states in fp32; a state is `[keys, values]`.
 
-    prebuilt_meta, chunk_indices and chunk_offsets are vllm-ascend's launch arguments; ignored.
+    prebuilt_meta, chunk_indices and chunk_offsets, arguments of vllm-ascend's launches, are
+    ignored.
     """
     check_device(q)
     functions.check_ranks()

@@ -1,7 +1,7 @@
 """With NPU_OPS_CONSISTENT, features of Qwen3-VL's vision tower are added as in training.
 
-Training adds them (deepstack) to a layer's output. In vLLM that is a sum of two tensors, which the
-next norm adds. vLLM adds the features to the first of them.
+In training, deepstack adds the features to a layer's output. In vLLM a layer returns two tensors,
+which the next norm adds, and deepstack adds the features to the first one before that sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from npu_ops_adapters.vllm.vision_position import MODEL
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the models, where they are built."""
+    """Patch `__init__` of the models."""
     if env.settings.consistent:
         for target in (f"{MODEL}:Qwen3VL", f"{MODEL}_moe:Qwen3VLMoe"):
             yield Patch(
@@ -28,7 +28,7 @@ def patches() -> Iterable[Patch]:
 
 
 def with_sums(original: Callable) -> Callable:
-    """Wrap `__init__`: layers behind which features are added return their sum."""
+    """Wrap `__init__` so that each layer to which deepstack adds returns the sum of its tensors."""
 
     @functools.wraps(original)
     def __init__(self, *args, **settings):
@@ -46,6 +46,6 @@ def with_sums(original: Callable) -> Callable:
 
 
 def _sum(forward: Callable, *args, **settings):
-    """Return a layer's output, and None in place of the second summand."""
+    """Return the sum of a layer's two tensors, and None in place of the second one."""
     out, residual = forward(*args, **settings)
     return out + residual, None

@@ -38,7 +38,7 @@ def ours(
     hidden_states, router_logits, top_k, use_grouped_topk, renormalize, e_score_correction_bias,
     topk_group, num_expert_group, scoring_func="softmax", routed_scaling_factor=1.0, **unused,
 ):  # fmt: skip
-    """Return fp32 weights `[T, K]` and int32 experts `[T, K]`, the most likely first."""
+    """Return fp32 weights `[T, K]` and int32 experts `[T, K]`, in descending order of weight."""
     refuse(use_grouped_topk=use_grouped_topk, e_score_correction_bias=e_score_correction_bias)
     if scoring_func != "softmax" or routed_scaling_factor != 1.0:
         got = f"{scoring_func!r} and {routed_scaling_factor}"

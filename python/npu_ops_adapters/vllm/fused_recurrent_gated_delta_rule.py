@@ -28,8 +28,10 @@ def ours(
     cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
     use_qk_l2norm_in_kernel=False,
 ):  # fmt: skip
-    """Run the rule; q, k and v are `[1, tokens, heads, ...]`; initial_state is a pool, and is
-    returned."""
+    """Run the rule; q, k and v are `[1, tokens, heads, ...]`. Return o and initial_state.
+
+    initial_state is the pool of states, which is updated in place.
+    """
     check_device(q)
     _check_order()
     if beta is None or cu_seqlens is None or ssm_state_indices is None or not inplace_final_state:
@@ -47,8 +49,10 @@ def ours(
 
 
 def _check_order() -> None:
-    """Raise NotOursError unless states are `[keys, values]`. In vLLM's own kernel, values come
-    first."""
+    """Raise NotOursError unless vllm-ascend's kernel is set, whose states are `[keys, values]`.
+
+    The states of vLLM's own kernel are `[values, keys]`.
+    """
     kernel = getattr(sys.modules[MODULE], "fused_recurrent_gated_delta_rule_fwd_kernel", None)
     while hasattr(kernel, "fn"):  # unwrap Triton's decorators
         kernel = kernel.fn

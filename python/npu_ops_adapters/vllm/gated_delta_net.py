@@ -4,10 +4,12 @@ vllm-ascend runs five kernels for a decoding step: a convolution, gates, two nor
 rule. npu-ops runs two. For a prefill vllm-ascend 0.18.0 copies lengths, slots and flags to the host
 in each layer, so it waits for the device three times. npu-ops leaves them on the device.
 
-A layer's cache is two pools. `[slots, L, D]`: the first W - 1 rows of a slot are the last tokens
-before the convolution; the rows behind them are for draft tokens. `[slots, HV, ...]`: states of the
-delta rule. The order of a state's keys and values depends on vllm-ascend's source; `FORMS` lists
-the known ones.
+A layer's cache is two pools:
+
+- `[slots, L, D]`, for the convolution. The first W - 1 rows of a slot are the convolution's last
+  inputs; W is the filter's width. The rows behind them are for draft tokens.
+- `[slots, HV, ...]`, for the delta rule. Whether a state is `[keys, values]` or `[values, keys]`
+  depends on vllm-ascend's source; `FORMS` lists the known methods.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Form(NamedTuple):
     """Properties of a method of vllm-ascend.
 
     v_first: states are `[values, keys]`.
-    sends: it ends by offering the layer's cache to a connector; otherwise its caller does.
+    sends: the method ends by offering the layer's cache to a connector; otherwise its caller does.
     """
 
     v_first: bool
@@ -69,9 +71,9 @@ def patches() -> Iterable[Patch]:
 
 
 def _targets() -> Iterable[str]:
-    """Yield the classes of vLLM's models, by their names in the modules that set the method.
+    """Yield the method's name in each vLLM class, as imported by the modules that replace it.
 
-    Before those modules have run, the names are those of 0.18.0.
+    Before those modules of vllm-ascend have run, the names are those of 0.18.0.
     """
     yield f"{WORKER}.patch_qwen3_next:Qwen3NextGatedDeltaNet._forward_core"
     module = f"{WORKER}.patch_qwen3_5"
@@ -82,7 +84,11 @@ def _targets() -> Iterable[str]:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """Make the replacement; raise if the source is unknown, because then the state order is too."""
+    """Make the replacement.
+
+    Raises:
+        ValueError: the method's source is unknown, so the order of its states is, too.
+    """
     form = FORMS.get(functions.fingerprint(original))
     if form is None:
         raise ValueError(f"its source is none of those of {functions.VERSIONS}")
@@ -121,9 +127,9 @@ def forward_core(self, mixed_qkv, b, a, core_attn_out, *, form: Form) -> None:
 
 
 class _Layer(NamedTuple):
-    """A layer's weights, sizes and pools: conv `[slots, D, L]`, states `[slots, HV, ..]`.
+    """A layer's weights, sizes and pools: conv `[slots, D, L]`, states `[slots, HV, ...]`.
 
-    widths: of q, k and v. heads: K and V.
+    widths: channels of q, k and v on this rank. heads: head_dim of the keys and of the values.
     """
 
     weight: torch.Tensor
@@ -139,8 +145,11 @@ class _Layer(NamedTuple):
 
 
 def _layer(module, context, form: Form, x) -> _Layer:
-    """Collect a layer's data; raise TypeError or ValueError if npu-ops does not support the
-    layer."""
+    """Collect a layer's data.
+
+    Raises:
+        TypeError, ValueError: npu-ops does not support the layer.
+    """
     functions.check_ranks()
     cache = module.kv_cache
     if not isinstance(cache[0], torch.Tensor):  # 0.18.0 has one per engine
@@ -148,8 +157,8 @@ def _layer(module, context, form: Form, x) -> _Layer:
     conv, states = cache
     v_first = form.v_first
     if env.settings.consistent and not v_first:
-        # In training, values come first. vllm-ascend's method, which would read the pool, raises
-        # then.
+        # Use the memory for states with values first, as in training. vllm-ascend's method would
+        # read keys first, but never runs in this mode: an unsupported call raises.
         states, v_first = states.view(*states.shape[:2], *states.shape[:1:-1]), True
     keys = module.key_dim // module.tp_size
     layer = _Layer(
@@ -192,9 +201,9 @@ def _check_consistent(layer: _Layer) -> None:
 
 
 def _verify(layer: _Layer, metadata, x, a, b) -> torch.Tensor:
-    """Process draft tokens. Each sequence has a slot for each of its states.
+    """Process draft tokens. Each sequence has several slots: one for the state after each token.
 
-    Padded sequences of a graph have no token; their slots are -1 or vLLM's empty block 0.
+    Padded sequences of a graph have no tokens; their slots are -1 or vLLM's empty block 0.
     """
     starts, slots = metadata.spec_query_start_loc, metadata.spec_state_indices_tensor
     count = min(starts.shape[0] - 1, slots.shape[0])

@@ -24,8 +24,10 @@ def ours(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
     initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
 ):  # fmt: skip
-    """Run the rule; q, k and v are `[1, tokens, heads, ...]`; a slot of the pool is `[keys,
-    values]`."""
+    """Run the rule; q, k and v are `[1, tokens, heads, ...]`. Return o.
+
+    initial_state_source is the pool; a slot is `[HV, keys, values]`, and is updated in place.
+    """
     check_device(q)
     if q.shape[0] != 1 or cu_seqlens is None:
         raise ValueError(f"q: got {list(q.shape)}, needs [1, tokens, H, K], with cu_seqlens")

@@ -21,5 +21,6 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, positions, query, key):
+    """Rotate query and key `[T, N * D]`; positions are `[3, T]`, or `[T]` for text alone."""
     check_device(query)
     return rotate_by_embedding(self, positions, query, key)

@@ -2,9 +2,11 @@
 
 vllm-ascend gathers the table's rows by position, converts them, adds 1 to the norms' weights if
 needed, and then runs one kernel. For Qwen3-Next's text it runs all steps separately. npu-ops runs
-one kernel, which looks up the rows. Qwen3 without images is not patched: vllm-ascend's graph fuses
-it. With NPU_OPS_CONSISTENT its graphs fuse nothing: the fused kernels have other roundings than
-training.
+one kernel, which looks up the rows itself.
+
+Qwen3 without images is not patched, because vllm-ascend fuses these steps when it compiles a graph.
+With NPU_OPS_CONSISTENT all such fusions are off, because the fused kernels round at other places
+than training.
 """
 
 from __future__ import annotations
@@ -81,8 +83,11 @@ def _without_fusions(configure: Callable) -> Callable:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """Make the replacement; raise if the source is unknown, because it may do more than
-    attention."""
+    """Make the replacement.
+
+    Raises:
+        ValueError: the method's source is unknown, so it may do more than attention.
+    """
     if functions.fingerprint(original) not in FORMS:
         raise ValueError(f"its source is none of those of {functions.VERSIONS}")
     ours = functions.made(FORMS[functions.fingerprint(original)], target, original)
@@ -131,8 +136,10 @@ def ours(self, positions, hidden_states):
 
 
 def ours_gated(self, positions, hidden_states, output=None):
-    """Run attention of Qwen3-Next and Qwen3.5. Return the result; also write it to output
-    if given."""
+    """Run attention of Qwen3-Next and Qwen3.5.
+
+    Return the result, and write it to output if that is given.
+    """
     q, k, v, gate = prepared(self, positions, hidden_states, bool(self.attn_output_gate))
     o = self.attn(q, k, v)
     if gate is not None:
@@ -144,7 +151,7 @@ def ours_gated(self, positions, hidden_states, output=None):
 
 
 def ours_into(self, positions, output, hidden_states):
-    """As `ours_gated`, with the arguments of 0.18.0 and 0.23.0, which return nothing."""
+    """Run `ours_gated` with the order of arguments of 0.18.0 and 0.23.0; return nothing."""
     ours_gated(self, positions, hidden_states, output)
 
 

@@ -1,9 +1,11 @@
 """GemmaRMSNorm of Qwen3-Next and Qwen3.5, which multiplies by 1 + weight.
 
 vllm-ascend computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so the server's
-norm differs from the trainer's. Plain RMSNorm still uses torch_npu's fused operator, or
-vllm-ascend's own if it adds a residual. With NPU_OPS_CONSISTENT, `npu_ops.consistent` replaces the
-former, and this file the latter.
+norm differs from the trainer's.
+
+Plain RMSNorm is patched only with NPU_OPS_CONSISTENT. It calls torch_npu's fused operator, which
+`npu_ops.consistent` replaces, or with a residual vllm-ascend's own operator, which this file
+replaces.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ def patches() -> Iterable[Patch]:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """Return `added` for calls with a residual; without one, the original calls a replaced
-    operator."""
+    """Return a `forward` that runs `added` with a residual, and vllm-ascend's `forward` without.
+
+    Without a residual, vllm-ascend's calls an operator that `npu_ops.consistent` replaces.
+    """
     ours_behind_a_sum = functions.made(added, target, original)
 
     @functools.wraps(original, assigned=(), updated=())
@@ -53,7 +57,7 @@ def _made(target: str, original: Callable) -> Callable:
 
 
 def added(self, x, residual=None):
-    """Return the norm of the sum, and the sum."""
+    """Add x and residual; return the norm of the sum, and the sum."""
     check_device(x)
     refuse(bias=self.bias)
     residual = torch.ops.vllm.maybe_chunk_residual(x, residual)
@@ -61,7 +65,7 @@ def added(self, x, residual=None):
 
 
 def ours(self, x, residual=None):
-    """Normalize. With a residual, return the norm and the sum.
+    """Return the norm of x; with a residual, the norm of the sum, and the sum.
 
     With sequence parallelism, `maybe_chunk_residual` returns this rank's part of the residual.
     """

@@ -18,7 +18,7 @@ MODEL = "vllm.model_executor.models.qwen3_vl"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch vLLM's method, and where a later vllm-ascend replaces it, its replacement."""
+    """Patch vLLM's method, and its replacement in later versions of vllm-ascend."""
     worker = f"{WORKER}.patch_qwen3vl"
     for home in (MODEL, *([worker] if hasattr(sys.modules.get(worker), TOWER) else [])):
         yield functions.replaced(

@@ -18,14 +18,15 @@ from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
 from npu_ops.ops.attention.triton_ascend.dropout import keep_bits
 from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
 
-# A group of heads shares one tile per sequence, as in decoding, if it has at most this many rows of
-# queries.
+# In decoding, the query heads that share a key head become rows of one tile per sequence, if there
+# are at most this many rows.
 SHARED_ROWS = 128
 SMALL_TILE = 32
-# Wider head dimension -> (queries, keys) of a tile: half of a tile's scores must fit into the
-# unified buffer of a vector core.
+# Larger head dimension of q and v, at most -> (queries, keys) of a tile. Half of a tile's scores
+# must fit into the unified buffer of a vector core.
 FORWARD_TILES = {128: (128, 64), 256: (64, 32)}
-# By the bytes of a row of q plus one of v: gradient sums need memory next to the matrix unit.
+# Bytes of a row of q plus a row of v, at most -> (queries, keys) of a tile. The sums of gradients
+# need memory next to the matrix unit.
 KEYS_TILES = {512: (64, 64), 1024: (32, 32), 2048: (16, 32)}
 QUERIES_TILES = {1024: (64, 32), 2048: (32, 32)}
 DELTA_BYTES = 32 * 1024
@@ -81,7 +82,7 @@ def attention_backward(
     size_q, size_k = _tile(QUERIES_TILES, row_bytes)
     blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
     grad_pairs = None
-    if grad_bias is not None:  # includes pairs that are in no tile
+    if grad_bias is not None:  # zeros, because no tile covers pairs outside the window
         grad_pairs = grad_bias.new_zeros((*q.shape[:3], k.shape[2]))
     backward.queries_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
         *given, keep, blocks.table, *lengths, grad_q, grad_pairs, *strides, *grad_q.stride()[:3],
@@ -113,7 +114,7 @@ def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
         size_q = SMALL_TILE
     if constants["CAPPED"] and extra.bias is not None:
         size_k = min(size_k, SMALL_TILE)
-    if rule.dropout_p:  # its bits need half of a tile's space
+    if rule.dropout_p:  # the dropout bits take the space of half a tile
         size_q //= 2
     page, pages_stride, keys = 1, 0, k.shape[2]
     if extra.block_table is not None:
@@ -171,7 +172,10 @@ def _constants(q, k, v, rule) -> dict:
 
 
 def _keep_and_numbers(k, extra, rule, lse) -> tuple:
-    """Return the dropout bits or None, then the kernels' numbers; dropout's two are last."""
+    """Return the dropout bits or None, then the kernels' scalars.
+
+    The last two scalars are dropout's: the row stride of its bits and the scale of kept weights.
+    """
     numbers = rule.scale, rule.softcap, rule.window_left, rule.window_right
     if not rule.dropout_p:
         return None, *numbers, 0, 1.0
@@ -186,8 +190,11 @@ def _tile(tiles: dict, size: int) -> tuple[int, int]:
 
 
 def _with_strides(q, given):
-    """Return tensors for the kernels, with masks as bytes, and strides of their first three
-    dimensions."""
+    """Return the tensors as kernels take them, and the strides of their first three dimensions.
+
+    Kernels take masks as bytes, and a contiguous last dimension. A broadcast dimension has stride
+    0.
+    """
     tensors, strides = [], []
     for x in given:
         if x is not None and x.dtype == torch.bool:

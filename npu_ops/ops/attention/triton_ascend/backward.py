@@ -154,7 +154,7 @@ def keys_kernel(
                     kept_scale, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
                 )  # fmt: skip
         written = rows
-        if lengths_k is not None:  # keys beyond a length have gradients, too
+        if lengths_k is not None:  # also write the gradients of keys beyond the length, which are 0
             written = keys - key0
             exists = (tl.arange(0, BK) < rows)[:, None]
             sum_k, sum_v = tl.where(exists, sum_k, 0.0), tl.where(exists, sum_v, 0.0)

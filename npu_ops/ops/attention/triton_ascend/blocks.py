@@ -1,6 +1,7 @@
-"""Finds the blocks of tokens on the device, and which blocks of the other side each one meets.
+"""Finds the blocks of tokens on the device, and the pairs of a query block and a key block.
 
-A block is a part of one sequence. In dense tensors, each batch entry is a sequence.
+A block of queries is paired with the blocks of keys that its window contains, and the reverse. A
+block is a part of one sequence. In dense tensors, each batch entry is a sequence.
 """
 
 from __future__ import annotations
@@ -76,11 +77,11 @@ def find(block, table, number, across, starts_q, starts_k, lengths_k, queries, k
 @triton.jit
 def partners(first, last, behind, ahead, length, SIZE: tl.constexpr, BEHIND: tl.constexpr,
              AHEAD: tl.constexpr, WHOLE: tl.constexpr = True):  # fmt: skip
-    """Return the blocks of the other side that tokens first..last meet.
+    """Return the blocks of the other side (keys or queries) that tokens first..last pair with.
 
-    Token x meets tokens from x - behind (if BEHIND) to x + ahead (if AHEAD), out of `length`.
-    Returns begin, whole, split, end: blocks begin..end are met; those in whole..split need no mask
-    (none, unless WHOLE).
+    Token x pairs with tokens x - behind (if BEHIND) to x + ahead (if AHEAD), out of `length`.
+    Returns begin, whole, split, end: the blocks are begin..end, and those in whole..split need no
+    mask. Unless WHOLE, whole..split is empty.
     """
     low, high, inner_low, inner_high = 0, length, 0, length
     if BEHIND:

@@ -1,7 +1,8 @@
 """Dropout's keep mask. Reference: reference.keep_mask
 
-A separate kernel draws a bit for each weight: next to the matrix unit's work, the vendor's compiler
-runs out of memory for it and takes forever. A byte has the bits of eight keys, which are 16 apart.
+A separate kernel draws a bit for each weight. Inside the attention kernels, next to the matrix
+unit's work, the vendor's compiler runs out of on-chip memory for the draws, and compiling takes
+extremely long. A byte has the bits of eight keys, which are 16 apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from npu_ops.core import rng
 from npu_ops.core.grid import cdiv, tile_elements, vector_grid
 from npu_ops.ops.bias_dropout_add.triton_ascend import draw
 
-# On-chip bytes that four words need while they are drawn, by the plan of the vendor's compiler.
+# Elements of a tile. The vendor's compiler plans 96 on-chip bytes per element to draw four words.
 TILE = tile_elements(96)
 ACROSS = 16  # bytes of a row per tile
 

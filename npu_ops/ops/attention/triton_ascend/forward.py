@@ -1,4 +1,4 @@
-"""Forward: a block of queries of one head meets the blocks of keys in its window."""
+"""Forward: processes a block of queries of one head against the blocks of keys in its window."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _absorb(
 ):  # fmt: skip
     """Update the softmax's numerator and denominator with BK more keys.
 
-    They become NaN if the cache does not have the page.
+    They become NaN if the page is outside the cache.
     """
     place = first_k + key0
     if pages is not None:

@@ -1,9 +1,9 @@
 """The chunked gated delta rule in Triton, for Ascend and NVIDIA. Reference: reference.py
 
 The forward has three steps. The first lays out gates by chunk (chunks.py). The second computes how
-tokens of one chunk act on each other (intra.py). The third loops over the chunks of each sequence
-and keeps the state, and what tokens write to it, on the chip (forward.py). Where sequences are long
-and few, it cuts them into segments that run side by side (segments.py). Backward: backward.py.
+tokens of one chunk act on each other (intra.py). The third loops over the chunks of each sequence,
+and keeps the state and the values that tokens write to it on chip (forward.py). A few long
+sequences are cut into segments that run in parallel (segments.py). Backward: backward.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.plan import ROOM
 from npu_ops.ops.gated_delta_rule_update.triton_ascend import gated_delta_rule_update
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# Sequences are cut only into at least so many segments, because all are computed twice, and of at
-# least so many chunks each, because of the two additional launches (docs/npu-model.md).
+# Sequences are cut only if at least FEWEST_SEGMENTS of at least SEGMENT chunks result. With fewer,
+# computing every segment twice would not pay off; with shorter ones, the two additional launches
+# would not (docs/npu-model.md).
 FEWEST_SEGMENTS = 4
 SEGMENT = 16
-# The widest keys whose K by K matrix is multiplied as one tile.
+# Largest K whose K by K matrix is multiplied as one tile.
 WIDEST_MOVE = 128
-# Bytes for the rows of states that gradients_kernel multiplies at a time, on each core of a tile;
-# half where a token's row of values takes more room itself.
+# Bytes on each vector core for the rows of states that gradients_kernel multiplies at a time; half
+# of it if a token's row of values has more than 256 bytes.
 PRODUCT_BYTES = 16 * 1024
 # Rows of two states that are multiplied at a time.
 ROWS = 32
@@ -52,12 +53,12 @@ def chunk_gated_delta_rule(
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
         token_by_token.forward(step, *inputs, o, final_state)
         return finish(int32_starts(cu_seqlens), o, states=(final_state,))
-    wanted = chunk_size  # states are stored before chunks of this size
+    wanted = chunk_size  # chunk_states has a state before every chunk of this size
     chunk_size = plan.chunk_size_of(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
-    # The first row of each sequence in chunk_states.
+    # kept.firsts is the first row of each sequence in chunk_states.
     kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted)
     number, last = _segments(q, v, spans.sequences, chunk_size), final_state
     if number > 1:
@@ -116,7 +117,7 @@ def chunk_gated_delta_rule_backward(
             written, None, None, 1.0, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
-    # zeros, because not all walks have all blocks
+    # Zeros, because a walk with wider blocks writes fewer of them.
     new = gates[0].new_empty if len(walks) == 1 else gates[0].new_zeros
     of_values = new((blocks, *gates[0].shape))
     for walk in walks:
@@ -217,11 +218,11 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
 
 
 def _segments(q, v, sequences: int, size: int) -> int:
-    """Return the number of segments of each sequence; 1 where cutting would not pay.
+    """Return the number of segments of each sequence; 1 if cutting does not pay off.
 
-    It is what all cores can work on at once. Sequences are cut only on an NPU: the effect on a GPU,
-    whose programs share their cores, was never measured. They are not cut with NPU_OPS_CONSISTENT,
-    because the number depends on the other sequences.
+    It is the number that keeps all cores busy at once. On a GPU, whose programs share a
+    multiprocessor, the effect was never measured, so sequences are not cut. Nor are they with
+    NPU_OPS_CONSISTENT, because the number depends on the other sequences.
     """
     if env.settings.consistent or v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
         return 1

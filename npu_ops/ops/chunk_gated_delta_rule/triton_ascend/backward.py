@@ -3,11 +3,11 @@
 The first recomputes the states, the second computes their gradients from last to first, and the
 third computes the gradients of all chunks at once.
 
-With R = beta (v - gamma k S) and A the inverse, a token writes A R. So the gradient of the matrix
-that was inverted is -(A^T grad_written) written^T: the inversion itself is not differentiated.
+With R = beta (v - gamma k S) and A the inverse, tokens write A R to the state. So the gradient of
+the matrix that was inverted is -(A^T grad_written) written^T: no step differentiates the inversion.
 
-Rows of q and k are multiplied as the caller passed them. The other factor is multiplied by over_q
-and over_k, which are 1 over their norms.
+In products, rows of q and k are used as the caller passed them. The other factor is multiplied by
+over_q and over_k, 1 over the norms of q and k.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
 @triton.jit
 def store_product(x, product, one, first, rows, heads, head, D: tl.constexpr, BD: tl.constexpr,
                   C: tl.constexpr, column):  # fmt: skip
-    """Store a product that the matrix unit also uses itself. `one` is 1.
+    """Store a product of the matrix unit that is also an operand of its next product. `one` is 1.
 
-    The product with 1 gives vector cores something to do on this tile. Without that, the compiler
-    does not divide the kernel's tiles between the two vector cores.
+    The multiplication by 1 is work for the vector cores. Without any, the compiler would not divide
+    the kernel's tiles between the two vector cores.
     """
     store_rows(x, product.to(tl.float32) * one, first, rows, heads, head, D, BD, C, column)
 
@@ -156,7 +156,7 @@ def state_gradients_kernel(
                 b_q = load_tile(q, place, C, K, BK)
                 more = tl.dot(tl.trans(b_q), b_grad_o, more, input_precision="ieee")
                 decay = load_decays(decays, place, K, BK)
-            # These come last: the chunk before does not wait for them.
+            # Stores that the next iteration does not wait for come last.
             store_rows(grad_wanted, b_grad_wanted, first, rows, HV, head, V, BV, C, column)
             part = tl.cast(item % blocks, tl.int64) * number * HV + place
             tl.store(grad_betas + part * C + row, tl.sum(b_grad_wanted * b_v, 1))
@@ -170,10 +170,10 @@ def inner_products_kernel(
     states, grad_states, g_sums, totals, number, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Write totals: the decay of a chunk times sum(state before it * gradient of the state after
-    it).
+    """Write totals, fp32 [chunks, HV].
 
-    totals: fp32 [chunks, HV].
+    A total is decay * sum(state before the chunk * gradient of the state after it), with the decay
+    over the chunk.
     """
     value = tl.arange(0, BV)
     for item in range(tl.program_id(0), number * HV, tl.num_programs(0)):
@@ -204,9 +204,10 @@ def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 
 @triton.jit
 def norms_backward(grad, rows, over, WHOLE: tl.constexpr):
-    """Return the gradient of rows [C, BK], or of rows over their norms unless they are WHOLE.
+    """Return the gradient of rows [C, BK] of q or k; unless WHOLE, that of rows / norms.
 
     grad: the gradient of rows as if their norms were constants. over: 1 over the norms.
+    WHOLE: rows have all keys, so that the norms can be differentiated here.
     """
     if WHOLE:
         rows = rows.to(tl.float32)
@@ -225,15 +226,15 @@ def gradients_kernel(
 ):  # fmt: skip
     """Write all gradients of one chunk and BK keys of one head, summed over its value heads.
 
-    Each block of keys adds to the gradients of gates and betas. It writes a part of its own:
+    Each block of keys contributes to the gradients of gates and betas. It writes a part of its own:
     grad_g_sums, kept_sums and grad_betas are [blocks of keys, chunks, HV, C].
 
     No sum crosses rows, because the two vector cores divide a tile by rows. The sum of a column of
     scores is computed as k times its share of the gradient of k.
 
-    With norms, sums are of the gradients of q and k as if their norms were constants. Where BK is
-    all keys, `norms_backward` corrects that. Else grad_q and grad_k are the gradients of q and k
-    over their norms.
+    With norms, sum_q and sum_k are gradients of q and k as if their norms were constants. If BK
+    covers all keys, `norms_backward` adds the gradient through the norms. Else grad_q and grad_k
+    get the gradients of q / norm and k / norm.
     """
     row = tl.arange(0, C)
     wide = states.dtype.element_ty
@@ -257,8 +258,8 @@ def gradients_kernel(
             b_grad_wanted = load_rows(grad_wanted, first, rows, HV, value_head, V, BV, C)
             part = (tl.cast(block * number, tl.int64) * HV + place) * C + row
 
-            # A token's own score depends on no gate. It is kept out of the gates' sums, in which it
-            # would have to cancel.
+            # A token's score with itself depends on no gate. Leave it out of the gates' sums, in
+            # which it would cancel only up to rounding.
             decay = tl.where(row[:, None] > row[None, :], decays(b_g, C), 0.0) * of_k[None, :]
             grad_qk = tl.dot(b_grad_o, tl.trans(b_written), input_precision="ieee") * scale
             own = tl.sum(tl.where(row[:, None] == row[None, :], grad_qk, 0.0), 1)
@@ -268,8 +269,8 @@ def gradients_kernel(
             grad_kk = (0.0 - grad_kk) * decay * of_k[:, None]
             kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
             b_grad_beta = tl.sum(grad_kk * kk, 1)
-            # Rounded first: `within` uses it rounded, and the gates' sums are the difference of
-            # both.
+            # Round first. `within` uses the rounded values, and the gradient of the gates is a
+            # difference of both sums, so both must use the same values.
             grad_kk = (grad_kk * b_beta[:, None]).to(wide)
             b_grad_g = 2.0 * tl.sum(grad_kk.to(tl.float32) * kk, 1)
             within = tl.dot(tl.trans(grad_qk), b_q, input_precision="ieee")

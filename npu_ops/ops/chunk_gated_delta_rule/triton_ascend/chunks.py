@@ -1,8 +1,8 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: find the chunks on the device.
 
 This file also lays out gates and betas by chunk, and their gradients by token. Gates come as
-[tokens, heads], but the kernels need the tokens of one head to be contiguous within a chunk. So
-gates are written as [chunks, heads, C] once, and summed up on the way.
+[tokens, heads], but the kernels need the tokens of one head to be contiguous within a chunk. So one
+kernel writes them as [chunks, heads, C], and takes their cumulative sums as it does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
-# From so many columns on, a sum along tokens is a vector instruction.
+# With at least so many columns, the vendor's compiler vectorises a cumulative sum along tokens.
 NARROWEST = 8
 # Chunks per tile. For packed sequences: chunks and sequences per tile.
 INDICES, SEARCHED, SEQUENCES = 256, 64, 32
@@ -92,8 +92,7 @@ def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: t
         index = begin + tl.arange(0, BLOCK)
         tl.store(starts + index, index * length, mask=index <= batch)
         tl.store(firsts + index, index * each, mask=index < batch)
-        # Vector cores divide floats only. Floats are exact, because there are less than 2^22
-        # chunks.
+        # Vector cores divide only floats. fp32 is exact here, as there are fewer than 2^22 chunks.
         n = ((index.to(tl.float32) + 0.5) / each).to(tl.int32)
         before = (index - n * each) * C
         rows = tl.minimum(length - before, C)
@@ -103,11 +102,13 @@ def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: t
 @triton.jit(do_not_specialize=["sequences", "length", "number"])
 def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number, C: tl.constexpr,
                    BLOCK: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Each program reads all lengths and finds the sequence of each of its chunks by comparing.
+    """Write spans, starts and firsts for packed sequences.
+
+    Each program reads all lengths, and finds the sequence of each of its chunks by comparisons.
 
     cu_seqlens was not checked. It is clamped to the tokens and made non-decreasing, so that every
     access is in bounds; `finish` overwrites the results of invalid lengths. Vector cores compare
-    and divide floats only. Floats are exact here, because `why_not` rejects 2^22 tokens and more.
+    and divide only floats. fp32 is exact here: `triton_why_not` rejects 2^22 and more tokens.
     """
     row, of_tile = tl.arange(0, BLOCK), tl.arange(0, S)
     is_before = of_tile[None, :] <= of_tile[:, None]
@@ -156,8 +157,8 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
         to = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
         if g is not None:
-            # A decay to 4e-28 is as good as 0. A smaller gate would only take digits from the sums,
-            # whose differences are the decays of later tokens.
+            # A decay of exp(-63) = 4e-28 is as good as 0. A lower gate would only cost precision in
+            # the sums, whose differences are the decays of later tokens.
             sums = tl.cumsum(tl.maximum(tl.load(g + at, mask=mask, other=0.0), -63.0), 0)
             tl.store(g_sums + to, tl.trans(sums), mask=exists)
         tl.store(betas + to, tl.trans(tl.load(beta + at, mask=mask, other=0.0)), mask=exists)
@@ -166,10 +167,10 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
 @triton.jit(do_not_specialize=["number"])
 def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta, number,
                     HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Compute the transpose of `_gather_kernel`.
+    """Compute the gradients by token from the gradients by chunk: the reverse of `_gather_kernel`.
 
-    A gate acts on its own token and on later ones (grad_g_sums), on what earlier ones leave in the
-    state (kept_sums), and on the state before the chunk (totals).
+    A gate acts on its own token and later ones (grad_g_sums), on what earlier tokens of the chunk
+    leave in the state (kept_sums), and on the state before the chunk (totals).
     """
     row, head = tl.arange(0, C), tl.arange(0, BH)
     for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
@@ -192,7 +193,7 @@ def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, g
 
 
 def gather(g, beta, chunks: Chunks, size: int):
-    """Return the sums of g within each chunk, or None without g, and beta; fp32 [chunks, HV, C]."""
+    """Return g's cumulative sums in each chunk (None without g), and beta; fp32 [chunks, HV, C]."""
     heads = beta.shape[-1]
     betas = beta.new_empty((chunks.number, heads, size))
     sums = None if g is None else torch.empty_like(betas)

@@ -20,7 +20,10 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
 @triton.jit
 def state_place(value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                 V_FIRST: tl.constexpr):  # fmt: skip
-    """Return the offsets of columns `value` in a stored state, in its order, and which exist."""
+    """Return the offsets of columns `value` in a stored state, and which of them exist.
+
+    [BK, BV], with V_FIRST [BV, BK].
+    """
     key = tl.arange(0, BK)
     if V_FIRST:
         return value[:, None] * K + key[None, :], (value < V)[:, None] & (key < K)[None, :]
@@ -33,7 +36,7 @@ def load_columns(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.
                  BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """Load columns of a state, [BK, BV], 0 beyond it."""
     at, exists = state_place(value, K, V, BK, V_FIRST)
-    if BK == K and V % BV == 0:  # no mask where none is needed: it takes room as a tile does
+    if BK == K and V % BV == 0:  # no mask if none is needed: it takes as much memory as a tile
         state = tl.load(states + place * (K * V) + at)
     else:
         state = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
@@ -69,9 +72,10 @@ def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, B
 
 @triton.jit
 def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
-    """Return product + x y, or product + x^T y where TURNED; one of x and y may be fp32.
+    """Return product + x y, or product + x^T y if TURNED. One of x and y may be fp32.
 
-    An fp32 factor beside one in bf16 is split into two in bf16: its rounding and the rest.
+    If only one is fp32, it is split into two factors of the other's dtype: the rounded one and the
+    rest. So its rounding error is not lost. With TURNED, y must not be the only fp32 factor.
     """
     if x.dtype == y.dtype:
         return tl.dot(tl.trans(x) if TURNED else x, y, product, input_precision="ieee")
@@ -92,8 +96,8 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
 def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
     """Return what a chunk's tokens write to a state, in their dtype: solved (v - decay_k k S).
 
-    state: in the dtype of k and v. k S never leaves the matrix unit. solved may be in fp32.
-    decay_k: None where k includes it.
+    state: in the dtype of k and v. solved: may be fp32. decay_k: None if k includes it.
+    k S stays in the matrix unit, because decay_k is multiplied into `solved` instead.
     """
     if decay_k is None:
         forgets = (0.0 - solved.to(tl.float32)).to(solved.dtype)
@@ -126,7 +130,7 @@ def written_and_added(
 ):  # fmt: skip
     """Compute what each token of a chunk writes to the state, and what all of them add to it.
 
-    What is written early in a chunk has decayed by its end.
+    What a token writes decays until the chunk's end, before it is added.
 
     Args:
         operand: the state before the chunk, in the dtype of matrix products.
@@ -144,10 +148,10 @@ def written_and_added_by_key(
     operand, recalled, kept, v, solved, place, first, rows, head, column, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """As `written_and_added`, where each key has a decay of its own.
+    """Compute the same as `written_and_added`, for rules in which each key has its own decay.
 
-    recalled, kept: k times the decays from the chunk's start, and times those to its end,
-    [chunks, HV, C, K].
+    recalled, kept: k times the decays from the chunk's start to a token, and k times the decays
+    from the token to the chunk's end; [chunks, HV, C, K].
     """
     b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(operand.dtype)
     written = written_to(operand, solved, load_tile(recalled, place, C, K, BK), b_v, None, C, BV)
@@ -171,13 +175,13 @@ def forward_kernel(
 ):  # fmt: skip
     """Take BV columns of one head's state through a sequence, and write the outputs of its tokens.
 
-    The state is fp32. Operands of matrix products have the dtype of `solved`, whose columns have
-    been multiplied by betas. q, k and v are as the caller passed them: over_q and over_k, 1 over
+    The state is fp32. Operands of matrix products have the dtype of `solved`, whose columns are
+    already multiplied by betas. q, k and v are as the caller passed them: over_q and over_k, 1 over
     the norms of q and k, are multiplied into the other factor. chunk_states, unless it is None,
     gets the state before every KEEP tokens; its rows of sequence n begin at states_firsts[n].
 
-    kept, decays: None, unless each key has a decay of its own; q, k and kept are then the outputs
-    of chunk_kda's `pairs_kernel`, and decays is [chunks, HV, K].
+    kept, decays: None, unless each key has its own decay. Then q, k and kept are the outputs asked,
+    recalled and kept of chunk_kda's `pairs_kernel`, and decays is [chunks, HV, K].
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -205,7 +209,7 @@ def forward_kernel(
                     operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K,
                     V, BK, BV, C,
                 )  # fmt: skip
-                # These come last: the next chunk does not wait for them.
+                # What the next chunk does not wait for comes last.
                 asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
                 decay = tl.exp(last)
             else:

@@ -30,7 +30,7 @@ def store_rows(x, value, first, rows, heads, head, D: tl.constexpr, BD: tl.const
 
 @triton.jit
 def decays(g, C: tl.constexpr):
-    """Return exp(g_i - g_j) where i >= j, else 0. Masked before exp, which could overflow."""
+    """Return exp(g_i - g_j) where i >= j, else 0. The mask comes before exp, which may overflow."""
     row = tl.arange(0, C)
     lower = row[:, None] >= row[None, :]
     return tl.exp(tl.where(lower, g[:, None] - g[None, :], float("-inf")))
@@ -38,7 +38,7 @@ def decays(g, C: tl.constexpr):
 
 @triton.jit
 def inverse(lower, C: tl.constexpr):
-    """Return (1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row."""
+    """Return (1 + lower)^-1 of a strictly lower triangular [C, C], fp32; computes row after row."""
     row = tl.arange(0, C)
     result = 0.0 - lower
     for i in range(1, C):
@@ -53,9 +53,9 @@ def inverse(lower, C: tl.constexpr):
 def inverse_in_halves(lower, C: tl.constexpr):
     """Return the upper and the lower half of `inverse`, [C / 2, C] each.
 
-    It uses slices, which only Ascend's Triton has: a sum over a masked tile takes a vector core
-    eight times as long. Each finished row, times its column of `lower`, is subtracted from all rows
-    behind it. Rows of the upper half are 0 in the right half of the columns, and are done first.
+    It uses slices, which only Ascend's Triton has: the sum over a masked tile in `inverse` takes a
+    vector core eight times as long. Each finished row, times its column of `lower`, is subtracted
+    from all rows below it. The upper half comes first: its rows are 0 in the right half of columns.
     """
     HALF: tl.constexpr = C // 2
     row, half = tl.arange(0, C), tl.arange(0, HALF)
@@ -81,7 +81,7 @@ def over_norms(x, first, rows, heads, head, eps, K: tl.constexpr, C: tl.constexp
                PART: tl.constexpr = 64):  # fmt: skip
     """Return 1 over the norms of a chunk's rows of one head, fp32 [C].
 
-    It reads PART columns at a time, because whole rows of the widest heads do not fit.
+    It reads PART columns at a time, because whole rows of 256 keys do not fit on chip.
     """
     squares = tl.zeros((C, PART), tl.float32)
     for column in range(0, K, PART):
@@ -101,7 +101,7 @@ def load_over_norms(stored, place, C: tl.constexpr):
 
 @triton.jit
 def load_tile(x, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, column=0):
-    """Load BK columns of one [C, K] of [places, C, K], 0 beyond it."""
+    """Load BK columns of matrix `place` in [places, C, K], 0 beyond column K."""
     row, key = tl.arange(0, C), column + tl.arange(0, BK)
     at = place * (C * K) + row[:, None] * K + key[None, :]
     if K % BK == 0:
@@ -112,7 +112,7 @@ def load_tile(x, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, colu
 
 @triton.jit
 def store_tile(x, value, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, column=0):
-    """Store BK columns of one [C, K]: the inverse of `load_tile`."""
+    """Store BK columns of matrix `place` in [places, C, K]: the inverse of `load_tile`."""
     row, key = tl.arange(0, C), column + tl.arange(0, BK)
     at = place * (C * K) + row[:, None] * K + key[None, :]
     value = value.to(x.dtype.element_ty)
@@ -124,7 +124,7 @@ def store_tile(x, value, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def load_square(squares, place, C: tl.constexpr):
-    """Load one [C, C] of [places, C, C]."""
+    """Load matrix `place` of [places, C, C]."""
     row = tl.arange(0, C)
     return tl.load(squares + place * (C * C) + row[:, None] * C + row[None, :])
 
@@ -132,7 +132,7 @@ def load_square(squares, place, C: tl.constexpr):
 @triton.jit
 def store_square(squares, place, value, C: tl.constexpr, FIRST: tl.constexpr = 0,
                  ROWS: tl.constexpr = None):  # fmt: skip
-    """Store one [C, C], or its ROWS rows from FIRST on: the inverse of `load_square`."""
+    """Store matrix `place`, or its ROWS rows from FIRST on: the inverse of `load_square`."""
     row = FIRST + tl.arange(0, C if ROWS is None else ROWS)
     at = place * (C * C) + row[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(squares + at, value.to(squares.dtype.element_ty))
@@ -143,7 +143,7 @@ def products_kernel(
     q, k, spans, qk, kk, number, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Write q k^T and k k^T of each chunk and head, fp32 [chunks, H, C, C], by the matrix unit."""
+    """Write q k^T and k k^T of each chunk and head, fp32 [chunks, H, C, C], on the matrix unit."""
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
         chunk, head = item // H, item % H
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
@@ -160,11 +160,11 @@ def intra_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WEIGHED: tl.constexpr,
     SLICES: tl.constexpr = False,
 ):  # fmt: skip
-    """Write solved and scores, [.., C, C].
+    """Write solved and scores, [chunks, HV, C, C].
 
     solved is (1 + tril(beta k k^T decay, -1))^-1, and scores is tril(scale q k^T decay).
-    WEIGHED: the columns of solved are multiplied by betas.
-    g_sums: None where qk and kk include the decays and the scale, with zeros above the diagonal.
+    WEIGHED: multiply the columns of solved by betas.
+    g_sums: None if qk and kk include the decays and the scale, with zeros above the diagonal.
     over_q, over_k: None, or outputs [chunks, H, C]: 1 over the norms of q and k, also applied here.
     """
     row = tl.arange(0, C)

@@ -1,5 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: the size of tiles, and which program has which
-state."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: tile sizes, and which program has which state."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2
 from npu_ops.core.room import Room
 
-# Bytes on each vector core that shares a tile. The core's unified buffer holds the state in fp32
-# and the tile that is added to it, beside a chunk's rows.
+# Bytes of state on each vector core that shares a tile. The core's unified buffer must hold the
+# fp32 state, the tile that is added to it, and a chunk's rows.
 STATE_BYTES = 32 * 1024
-# The fewest columns of a state in a program, even if cores stay idle: with fewer, a step still
-# waits as long (docs/npu-model.md).
+# Fewest columns of a state in a program, even if cores stay idle: with fewer columns, a step would
+# not be faster (docs/npu-model.md).
 FEWEST_COLUMNS = 32
 # With so many chunks per sequence, on average, a second launch pays off.
 LONG = 8
-# The shortest side of a factor of a product, by the number of vector cores that share it. On
-# Ascend950, which has one, the compiler stops at an assertion of its own if a side is 16.
+# Number of vector cores that share a tile -> shortest side of a matrix product's factor. On
+# Ascend950, with one core, the compiler hits an assertion of its own if a side is 16.
 NARROWEST = {1: 32, 2: 16}
 ROOM = Room("chunk_gated_delta_rule")
 
@@ -28,8 +27,8 @@ ROOM = Room("chunk_gated_delta_rule")
 def chunk_size_of(q, v, size: int) -> int:
     """Return the number of tokens in a chunk.
 
-    Rows of more than 128 fp32 leave room for 32 tokens; so do bf16 rows with an older compiler that
-    keeps more beside them. The result is the same.
+    fp32 rows of more than 128 elements leave room for 32 tokens. So do such bf16 rows with an older
+    compiler, which needs more memory. The chunk size changes results only by rounding.
     """
     wide = (q.dtype != torch.bfloat16 or ROOM.halvings) and max(q.shape[3], v.shape[3]) > 128
     return max(narrowest(q.device), min(size, 32) if wide else size)
@@ -37,10 +36,10 @@ def chunk_size_of(q, v, size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """One launch of the kernel that goes through sequences chunk by chunk.
+    """One launch of a kernel that loops over the chunks of sequences.
 
-    piece, end: its first work item, and the one behind its last. A work item is one head's state of
-    one sequence, or BV of its columns; BV is in `constants`.
+    piece, end: the work items piece to end - 1. A work item is one head's state of one sequence, or
+    BV of its columns; BV is in `constants`.
     """
 
     piece: int
@@ -50,10 +49,10 @@ class Walk:
 
 
 def walks_of(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
-    """Plan the launches that walk all heads through their sequences.
+    """Plan the launches that take the states of all heads through their sequences.
 
-    If heads would leave cores idle, they are split into columns: when there are few heads, and for
-    the heads that remain for a last round.
+    If heads would leave cores idle, their states are split into blocks of columns. That happens if
+    there are few heads, and for the heads that remain for a last round of all cores.
     """
     constants = constants_of(q, v, state_v_first, size)
 
@@ -80,7 +79,7 @@ def constants_of(q, v, state_v_first: bool, size: int) -> dict:
 
 
 def most_columns(q, v) -> int:
-    """Return the number of columns of a state that fit on chip."""
+    """Return the maximum number of columns of a state that fit on chip."""
     room = ROOM.of(STATE_BYTES) * hardware.cores_of_a_tile(q.device)
     fits = room // (4 if q.dtype == torch.bfloat16 else 8) // width_of(q.shape[3], q.device)
     return min(width_of(v.shape[3], v.device), fits)
@@ -95,7 +94,7 @@ def columns_of(v, heads: int, most: int) -> int:
 
 
 def width_of(elements: int, device) -> int:
-    """Return the width of a tile that holds so many elements in a row."""
+    """Return the width of a tile whose rows hold so many elements: a power of 2."""
     return max(narrowest(device), next_power_of_2(elements))
 
 

@@ -1,13 +1,13 @@
-"""Cut long sequences of few heads into segments that run at the same time.
+"""Cuts a few long sequences into segments that run in parallel.
 
 A segment changes a state by an affine map, `S -> M S + h`, as in context_parallel.py. `ends_kernel`
 computes each segment's h, its final state from 0, and M, its final state from the identity with
-v = 0. `join_kernel` composes the maps into the initial states of all segments, with which
-forward.py processes them at once. Each step of a sequence waits for the step before. Segments have
-fewer steps, which is worth computing them twice.
+v = 0. `join_kernel` composes the maps into the initial states of all segments. With these,
+forward.py processes all segments at once. In a sequence each chunk waits for the one before, so
+shorter segments pay off even though they are computed twice.
 
-Gradients of states go back the same way: `gradient_ends_kernel` computes M^T and the share of a
-segment's outputs, and the last segment is joined first.
+Gradients of states go the opposite way: `gradient_ends_kernel` computes M^T and the gradient from a
+segment's own outputs, and the maps are joined from the last segment on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.c
     key = tl.arange(0, BK)
     state = tl.where(key[:, None] == (value - own)[None, :], 1.0, 0.0)
     if states is not None:
-        # shifts the columns beyond the state, where nothing is loaded
+        # For other segments, shift the columns beyond the state: the mask then loads nothing.
         none_but_first = tl.where(is_first, 0, V)
         at, exists = state_place(value + none_but_first, K, V, BK, V_FIRST)
         given = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
@@ -56,7 +56,7 @@ def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.c
 
 @triton.jit
 def store_end(ends, state, place, value, K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr):
-    """Store BV columns of a segment's end, `[K, WIDTH]`: of its state h or of its matrix M."""
+    """Store BV columns of a segment's map, `[K, WIDTH]`: columns of h or of M."""
     key = tl.arange(0, BK)
     exists = (key < K)[:, None] & (value < WIDTH)[None, :]
     at = key[:, None] * WIDTH + value[None, :]
@@ -71,8 +71,8 @@ def ends_kernel(
 ):  # fmt: skip
     """Write h and M of all segments but the last.
 
-    ends: fp32 [sequences, segments - 1, HV, K, V' + K], where V' is V rounded up to whole BV.
-    heads: of all sequences. betas: None where the columns of `solved` include them.
+    ends: fp32 [sequences, segments - 1, HV, K, V' + K]; V' is V rounded up to a multiple of BV.
+    heads: number of heads of all sequences. betas: None if the columns of `solved` include them.
 
     A program takes BV columns through a segment, as in `forward_kernel`. The first segment starts
     from the initial state: its M is not needed, and not written.
@@ -217,8 +217,8 @@ def join_kernel(
 def cut(chunks: Chunks, segments: int, size: int, unit: int) -> Chunks:
     """Return the same chunks, of `size` tokens, with each segment as a sequence of its own.
 
-    All segments but a sequence's last have the same number of tokens, a multiple of `unit`. Short
-    sequences leave some segments empty.
+    All segments of a sequence but the last have the same number of tokens, a multiple of `unit`. In
+    short sequences some segments are empty.
     """
     lengths = chunks.starts.diff()
     most = (lengths + (segments * unit - 1)) // (segments * unit) * unit
@@ -237,8 +237,8 @@ def states_before(k, v, g_sums, betas, solved, over_k, initial_state, chunks: Ch
                   constants: dict, joined: int):  # fmt: skip
     """Return the state before each segment of `chunks`, fp32 [sequences * segments, HV, ...].
 
-    betas: None where `solved` includes them. constants: a walk's. joined: the number of columns
-    that a program composes.
+    betas: None if `solved` includes them. constants: compile-time constants, as of a `plan.Walk`.
+    joined: number of columns that a program of `join_kernel` composes.
     """
     ends, pieces = _ends(chunks, segments, v.device, constants)
     ends_kernel[(pieces,)](
@@ -250,7 +250,7 @@ def states_before(k, v, g_sums, betas, solved, over_k, initial_state, chunks: Ch
 
 def gradients_after(grad_o, grad_final_state, q, k, gates, solved, scores, norms, chunks: Chunks,
                     segments: int, scale, constants: dict, joined: int):  # fmt: skip
-    """Return the gradient of the state after each segment of `chunks`, as `states_before`."""
+    """Return the gradient of the state after each segment; arguments as in `states_before`."""
     ends, pieces = _ends(chunks, segments, q.device, constants)
     gradient_ends_kernel[(pieces,)](
         grad_o, grad_final_state, q, k, *gates, solved, scores, *norms, chunks.starts,

@@ -1,8 +1,8 @@
-"""Kimi Delta Attention in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Kimi Delta Attention in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Forward: what needs a decay of each key is computed for each chunk by itself (intra.py). The inverse
-of a chunk's triangular matrix and the walk through the chunks of a sequence are the gated delta
-rule's kernels. So are the walks of the backward (backward.py has the rest).
+Forward: a kernel of its own applies the decays of each key, chunk by chunk (intra.py). The kernels
+of `chunk_gated_delta_rule` invert a chunk's triangular matrix and loop over the chunks of a
+sequence. In the backward, they also do the loops; backward.py has the other kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from npu_ops.ops.chunk_kda.triton_ascend import backward, intra
 from npu_ops.ops.fused_recurrent_gated_delta_rule import triton_ascend as recurrent
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# Keys of which kernels take the decays at a time. ascendnpu-ir 1.1 has room for 32 in the backward.
+# Number of keys whose decays a kernel processes at a time. With ascendnpu-ir 1.1, only 32 fit in
+# the backward (`Room` halves KEYS_BACKWARD then).
 KEYS, KEYS_BACKWARD = 128, 64
 # Rows of two states that are multiplied at a time.
 ROWS = 32
@@ -59,7 +60,10 @@ def chunk_kda(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What `pairs_kernel` and `totals_kernel` write: q and k times decays, and decays of states."""
+    """Outputs of `pairs_kernel` (asked, recalled, kept) and `totals_kernel` (decays), see intra.py.
+
+    asked, recalled, kept: `[chunks, HV, C, K]`. decays: fp32 `[chunks, HV, K]`.
+    """
 
     asked: torch.Tensor
     recalled: torch.Tensor
@@ -68,16 +72,17 @@ class Tiles:
 
 
 def _within_chunks(q, k, g, beta, spans, size: int, scale, normalize: bool, weighed: bool):
-    """What tokens of one chunk do to each other and to a state.
+    """Compute how tokens of one chunk act on each other and on a state.
+
+    weighed: multiply the columns of solved by betas.
 
     Returns:
         Tiles; solved, scores and the products of keys, `[chunks, HV, C, C]`; betas `[chunks, HV,
-        C]`; then 1 over the norms of q and of k, or None twice. weighed: the columns of solved are
-        multiplied by betas.
+        C]`; then 1 over the norms of q and of k, `[chunks, H, C]`, or None twice.
     """
     _, betas = chunks.gather(None, beta, spans, size)
     number, heads, keys = spans.number, g.shape[2], g.shape[3]
-    # fp16 cannot hold what a state may grow to, so its products are fp32.
+    # fp16 cannot hold the values that a state may grow to, so its products are fp32.
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     rows, square = (number, heads, size, keys), (number, heads, size, size)
     asked, recalled, kept = (q.new_empty(rows, dtype=wide) for _ in range(3))
@@ -123,7 +128,8 @@ def chunk_kda_backward(
             states, written, *by_key, 1.0, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
-    new = betas.new_empty if len(walks) == 1 else betas.new_zeros  # not all have all blocks
+    # Zeros, because a walk with wider blocks writes fewer of them.
+    new = betas.new_empty if len(walks) == 1 else betas.new_zeros
     of_values = new((blocks, *betas.shape))
     for walk in walks:
         shared.state_gradients_kernel[walk.grid](
@@ -147,7 +153,10 @@ def _gradients(
     grad_o, q, k, g, betas, kk, norms, spans, states, written, grad_states, grad_wanted, decays,
     grad_q, grad_k, grad_g, scale, size: int,
 ):  # fmt: skip
-    """Write grad_q, grad_k and grad_g; return what keys add to the gradient of betas."""
+    """Write grad_q, grad_k and grad_g; return the share of keys in the gradient of betas.
+
+    fp32 `[chunks, HV, C]`.
+    """
     number, heads, keys, values = states.shape
     of_heads = {"HV": heads, "K": keys, "V": values, "BV": plan.width_of(values, q.device)}
     totals = torch.empty_like(decays)
@@ -171,7 +180,7 @@ def _gradients(
 
 
 def _normalized(x):
-    """Rows of q or k over their norms, in fp32."""
+    """Return the rows of q or k divided by their norms, fp32."""
     out = torch.empty_like(x, dtype=torch.float32)
     norm.l2norm(x.flatten(0, 1), EPS, out.flatten(0, 1))
     return out

@@ -1,9 +1,12 @@
-"""Gradients of Kimi Delta Attention, for all chunks at once. What is walked is the delta rule's.
+"""Gradients of Kimi Delta Attention that are computed for all chunks at once.
+
+The kernels of `chunk_gated_delta_rule` compute the states and their gradients, chunk after chunk.
 
 With G the sums of the log decays, the gradient of G_i is q_i times the gradient of q_i, plus k_i
-times its gradient as a row of what is solved or recalled, less k_i times its gradient as a column.
-A pair of tokens adds the same number to one row and takes it from another, and in the gradient of g
-both cancel. So both sides multiply the same rounded numbers.
+times its gradient as a row of what is solved or recalled, minus k_i times its gradient as a column.
+A pair of tokens adds a number to one row and subtracts it from another. In the gradient of g the
+two cancel, exactly only if both are products of the same rounded factors. So the kernel rounds
+factors first.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ def inner_products_kernel(
     states, grad_states, decays, totals, number, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """totals: for each key its decay over a chunk, times a sum over the values; [chunks, HV, K].
+    """Write totals, fp32 [chunks, HV, K].
 
-    The sum is of the state before the chunk times the gradient of the one after it.
+    For each key: its decay over the chunk, times the sum over values of the state before the chunk
+    times the gradient of the state after it.
     """
     blocks: tl.constexpr = (K + BK - 1) // BK
     for item in range(tl.program_id(0), number * HV * blocks, tl.num_programs(0)):
@@ -47,10 +51,11 @@ def gradients_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and BK keys of one head, summed over its value heads.
+    """Write all gradients of one chunk and BK keys of one head, summed over its value heads.
 
-    grad_betas: what this block of keys adds, [blocks of keys, chunks, HV, C]. grad_g: fp32, like g.
-    With norms, where BK is not all keys, grad_q and grad_k are those of q and k over their norms.
+    grad_betas: the share of each block of keys, [blocks of keys, chunks, HV, C]. grad_g: fp32, like
+    g. With norms, if BK does not cover all keys, grad_q and grad_k get the gradients of q / norm
+    and k / norm.
     """
     row = tl.arange(0, C)
     wide = states.dtype.element_ty
@@ -93,7 +98,7 @@ def gradients_kernel(
             later = b_k * kept
 
             grad_qk = tl.dot(b_grad_o, tl.trans(b_written), input_precision="ieee")
-            # A token's own score depends on no gate.
+            # A token's score with itself depends on no gate.
             own = tl.sum(tl.where(row[:, None] == row[None, :], grad_qk, 0.0), 1)[:, None]
             sum_q += asked + own * b_k
             sum_k += recalled + kept + own * b_q

@@ -1,8 +1,9 @@
-"""Within a chunk, before any state is known: how its tokens act on each other, key by key.
+"""Computes how tokens of one chunk act on each other, with a decay for each key.
 
-exp(G_i - G_j), G being the sums of the log decays, is a product of two decays at a row r between
-the tokens, j < r <= i. Pairs are taken by levels, as in cpu.py. The exponents of a level are sums
-of g over some tokens, so a matrix of zeros and ones times g: no difference of sums loses digits.
+This part does not depend on the states. With G the sums of the log decays, exp(G_i - G_j) is the
+product of two decays, split at a row r between the tokens, j < r <= i. Pairs are computed by
+levels, as in cpu.py. The exponents of a level are sums of g over some tokens. They are computed as
+a matrix of zeros and ones times g, because differences of sums would lose precision.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     store_tile,
 )
 
-# Below, a decay is 0. Zero times -inf would be NaN.
+# Lower bound of g, whose decay is 0. With -inf, products with the zeros of a matrix would be NaN.
 LOWEST = tl.constexpr(-1e4)
 
 
 @triton.jit
 def level_of(half, C: tl.constexpr):
-    """A level of pairs of tokens i > j: in blocks of 2 half tokens, i in the second half, j not.
+    """Return the masks of one level: pairs (i, j) of a block of 2 * half tokens.
 
-    half: fp32, a power of 2. Returns two fp32 [C, C] of zeros and ones: which tokens' log decays
-    lie between a token and the first row of its block's second half; which pairs belong to it.
+    Token i is in the second half of the block, j in the first half. half: fp32, a power of 2.
+
+    Returns two fp32 [C, C] of zeros and ones: for each token (row), the tokens whose log decays lie
+    between it and the first row of its block's second half; and the pairs that belong to the level.
     """
     token = tl.arange(0, C).to(tl.float32)
     middle = tl.floor(token / (2.0 * half)) * (2.0 * half) + half
@@ -41,7 +44,7 @@ def level_of(half, C: tl.constexpr):
 @triton.jit(do_not_specialize=["number"])
 def totals_kernel(g, spans, decays, number, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
                   C: tl.constexpr):  # fmt: skip
-    """decays: of a state over a chunk, fp32 [chunks, HV, K]."""
+    """Write decays, fp32 [chunks, HV, K]: the decay of a state's keys over each chunk."""
     blocks: tl.constexpr = (K + BK - 1) // BK
     for item in range(tl.program_id(0), number * HV * blocks, tl.num_programs(0)):
         chunk, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BK
@@ -59,13 +62,13 @@ def pairs_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and value head that needs decays by key.
+    """Write everything of one chunk and value head that needs decays by key.
 
     qk, kk: sums over the keys of q_i k_j and k_i k_j times the decay from j to i, where j < i; qk
         also where j = i. fp32 [chunks, HV, C, C], 0 above the diagonal. q is scaled.
-    asked, recalled, kept: q and k times the decays from the chunk's start, and k times that to its
-        end; [chunks, HV, C, K], 0 in rows beyond the chunk.
-    over_q, over_k: None, or 1 over the norms of q and k [chunks, H, C], written and multiplied.
+    asked, recalled: q and k times the decays from the chunk's start to a token; kept: k times the
+        decays from the token to the chunk's end. [chunks, HV, C, K], 0 in rows beyond the chunk.
+    over_q, over_k: None, or outputs [chunks, H, C]: 1 over the norms of q and k, also applied here.
     """
     row = tl.arange(0, C)
     wide = asked.dtype.element_ty

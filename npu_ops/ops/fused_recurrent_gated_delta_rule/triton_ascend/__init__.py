@@ -2,9 +2,9 @@
 
 For Ascend and NVIDIA. Reference: reference.py
 
-A program keeps BV value columns of one head's state on chip, in fp32 and in the layout of memory.
-It loops over the tokens and uses only vector instructions. Columns do not depend on each other, so
-several programs can divide the columns of a head.
+A program keeps BV value columns of one head's state on chip, in fp32, in the order that the state
+has in memory. It loops over the tokens and uses only vector instructions. Columns do not depend on
+each other, so several programs can divide the columns of a head.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     within,
 )
 
-# State elements in a tile, from the bytes that the vendor's compiler reserves on chip for each.
+# State elements in a tile, from the bytes that the vendor's compiler reserves on chip per element.
 TILE = tile_elements(40)
 TILE_BACKWARD = tile_elements(80)
-# Tokens between two states that the backward stores. It computes the states between them again for
-# each token, so that no launch reads a state that it has written.
+# Tokens between two stored states (checkpoints). For each token, the backward computes its state
+# again from the checkpoint before, so that no launch reads a state that it has written itself.
 SEGMENT = 16
 
 
@@ -76,7 +76,7 @@ def load_beta(beta, row, value, V: tl.constexpr, PER_VALUE: tl.constexpr):
 @triton.jit
 def written(state, k, v, beta, row, qk_row, key, value, K: tl.constexpr, V: tl.constexpr,
             V_FIRST: tl.constexpr, PER_VALUE: tl.constexpr):  # fmt: skip
-    """Return a token's key as a tile, the error of the decayed state's value, and beta.
+    """Return a token's key as a tile, the error of the decayed state, and beta.
 
     The error is the token's value minus the value that the state recalls for the key.
     """
@@ -241,7 +241,7 @@ def fused_recurrent_gated_delta_rule_backward(
     state_v_first,
     grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Write those gradients, all fp32, that are not None."""
+    """Write the gradients that are not None; all are fp32."""
     batch, length, heads, keys = q.shape
     value_heads, values = v.shape[2:]
     tokens = batch * length

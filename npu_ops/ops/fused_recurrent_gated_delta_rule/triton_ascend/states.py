@@ -79,7 +79,7 @@ def load_row(x, row, at, WIDTH: tl.constexpr):
 
 @triton.jit
 def within(begin, end, tokens):
-    """Clamp a span to so many tokens, whatever begin and end are."""
+    """Clamp begin and end so that 0 <= begin <= end <= tokens."""
     begin = tl.minimum(tl.maximum(begin, 0), tokens)
     return begin, tl.minimum(tl.maximum(end, begin), tokens)
 
