@@ -83,8 +83,8 @@ class Sweep:
     exact_to: the largest size whose error is measured against fp64. Beyond it, errors are against
     `beyond` in fp32: "reference", or a peer if the reference takes minutes.
     flop: case -> floating-point operations of a forward.
-    moved: (case, inputs) -> bytes that a forward must read or write, if not its inputs and outputs.
-    writes: arguments that it overwrites.
+    moved: (case, inputs) -> bytes that a forward must move, if not those of inputs and outputs.
+    writes: arguments that the op overwrites.
     random: peers draw other random numbers, so their results are not compared.
     slack: factor on the tolerances of `cases`.
     """
