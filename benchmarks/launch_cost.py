@@ -177,7 +177,7 @@ def least(run, rounds: int, calls: int) -> float:
 
 
 def backward_of(function, tensors):
-    """Return a function that runs a call with its backward, or None if it has no gradient."""
+    """Return a function that runs a call and its backward, with gradients to all `tensors`."""
     leaves = [x.clone().requires_grad_() for x in tensors]
 
     def run():

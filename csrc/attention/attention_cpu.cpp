@@ -138,7 +138,8 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
-  // `add_to_keys` reads kRows keys at once, of which these queries may see only the first.
+  // `add_to_keys` reads kRows keys at once, of which these queries may see only the first. So zeros
+  // are written up to `asked`.
   const int64_t asked = std::min(columns + kLanes, weights.step);
   multiply<kRows>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
   multiply<kRows>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);

@@ -100,9 +100,9 @@ struct LaneTile {
 __aicore__ inline LaneTile lane_tile(const BiasDropoutAddTiling& tiling, int64_t row, int32_t rows,
                                      int32_t column, int32_t lane) {
   const int64_t first = int64_t{lane} * tiling.lane_width + column;
-  int64_t columns = tiling.lane_width - column;  // of the lane
+  int64_t columns = tiling.lane_width - column;  // left in the lane
   if (columns > tiling.chunk) columns = tiling.chunk;
-  if (columns > tiling.width - first) columns = tiling.width - first;  // of the row
+  if (columns > tiling.width - first) columns = tiling.width - first;  // left in the row
   return {{rows, static_cast<int32_t>(columns < 0 ? 0 : columns), tiling.width},
           row * tiling.width + first};
 }

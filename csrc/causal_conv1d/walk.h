@@ -293,7 +293,7 @@ struct Scratch {
 
 // Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to p +
 // width - 1, so the loop can compute it when it is at row t = p + width - 1. The loop therefore
-// ends width - 1 rows behind the piece. At the start of a sequence, the first width - 1 rows p are
+// ends width - 1 rows after the piece. At the start of a sequence, the first width - 1 rows p are
 // rows of the state.
 template <class T, int W, bool SILU>
 void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, int64_t group,

@@ -40,7 +40,7 @@ struct CausalConv1dUpdateTiling {
   NPU_OPS_SHARED int32_t before() const { return width - 1; }
   NPU_OPS_SHARED int32_t rows() const {
     return before() + tile_tokens;
-  }  // of a tile, with those before it
+  }  // rows per tile, with those before it
   NPU_OPS_SHARED bool spreads() const { return state.apart() || window.apart(); }
 };
 

@@ -133,7 +133,7 @@ class Rows {
                    {1, 1, 1, 8, 8, apart});
   }
 
-  // Sums the rows of `partial`, and sets them to 0.
+  // Sets `sums` to the sum of each row of `partial`, and `partial` to 0.
   __aicore__ inline void finish_sums(Floats sums, Floats partial, RowTile tile) {
     AscendC::WholeReduceSum(sums, partial, kLanes, tile.rows, 1, 1, 8);
     AscendC::Duplicate(partial, 0.0f, tile.rows * kLanes);

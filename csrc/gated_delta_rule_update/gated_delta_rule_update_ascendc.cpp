@@ -325,7 +325,7 @@ class Update {
     Div(beta_, ones_, x_, kLanes);
   }
 
-  // Writes single numbers to the lanes that `lanes` selects.
+  // Widens `count` single numbers, and copies to each lane of `to` the one that `lanes` selects.
   __aicore__ inline void Numbers(Floats to, Bytes from, int32_t of, int32_t count,
                                  LocalTensor<uint32_t> lanes) {
     Widen(wide_, from, of, {count, 1, 0}, kOwnBlock);

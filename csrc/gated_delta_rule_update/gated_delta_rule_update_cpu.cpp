@@ -17,7 +17,7 @@ struct Sequence {
   int64_t n, begin, end;
   bool starts_kept;   // its first state is an intermediate state
   int64_t slot, row;  // in the pool, and of the intermediate states (-1: none)
-  int64_t step;       // of that row, to start from
+  int64_t step;       // if starts_kept: which of the row's states
 };
 
 struct Call {

@@ -69,7 +69,7 @@ class Angles {
  private:
   __aicore__ static inline int32_t up(int32_t count) { return (count + 63) / 64 * 64; }
 
-  // Returns the pair of element `e`, whether `e` is its second element, and the other element.
+  // Return the pair of element `e`, whether `e` is its second element, and its other element.
   __aicore__ inline int32_t pair_of(int32_t e) const {
     return tiling_.interleaved ? e / 2 : e % (tiling_.rotary_dim / 2);
   }

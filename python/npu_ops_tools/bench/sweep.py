@@ -62,7 +62,7 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """Its name, unique within an op; `npu-ops bench OP --only NAME` repeats it."""
+        """The benchmark's name, unique within an op; `npu-ops bench OP --only NAME` repeats it."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.shape}, {self.size} {self.sweep.unit}, {self.mode}, {dtype}"
 

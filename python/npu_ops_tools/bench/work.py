@@ -15,9 +15,9 @@ from npu_ops_tools import parity
 from npu_ops_tools.bench.sweep import Benchmark
 
 OURS = "npu-ops"
-# A timed backward belongs to a call that follows this many equal ones, as in training: some
-# providers cache after the first calls, which changes their graph. npu-ops reuses its cached
-# decision from the fourth call on.
+# Equal calls before the one whose backward is timed, as in training: some providers cache after
+# the first calls, which changes their graph. npu-ops reuses its cached decision from the fourth
+# call on.
 _STEPS_BEFORE = 4
 # torch.compile frees buffers during a backward; here backwards are repeated.
 functorch.donated_buffer = False

@@ -70,8 +70,7 @@ def _measured(row: dict[str, str]) -> Measured | None:
 def candidates(row: Measured) -> list[Candidate]:
     """Return kernels of several tile sizes that do the measured work; [] if there are none.
 
-    The file with CANN's Cast is excluded: it was measured beside other work (up to 16 times
-    slower).
+    CANN's Cast is left out: its rows were measured beside other work (up to 16 times slower).
     """
     plans = {
         "Add": _add, "Mul": _binary, "DtypeCast": _cast, "RmsNorm": _rows_kernel,
