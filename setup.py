@@ -46,7 +46,7 @@ def release(torch):
 
 
 def find_compiler():
-    """Return the C++ compiler's command, and the name that it prints of itself."""
+    """Check that the C++ compiler knows C++20; return the name and version that it prints."""
     compiler = os.environ.get("CXX", "g++").split()
     if shutil.which(compiler[0]) is None:
         raise SystemExit(

@@ -20,7 +20,7 @@ def prompt(op, model, size):
 
 
 def decode(op, model, size):
-    """Return a case of a token for each of 8 sequences and a paged cache of about `size` keys."""
+    """Return a decode case: a token of each of 8 sequences, about `size` keys in a paged cache."""
     return cases.Case(
         "decode", 1, model.heads, model.kv_heads, model.head_dim, more=size - 1, keys="paged",
         block_size=128, sequences=8,

@@ -1,4 +1,4 @@
-"""swiglu against torch's functions."""
+"""Compare swiglu with torch's functions."""
 
 import torch
 from npu_ops_tools.bench import Sweep

@@ -1,20 +1,19 @@
-"""Compare the time of calls in two checkouts, each built in its own environment, in turns.
+"""Time the same calls in two checkouts alternately, each with the environment in its .venv.
 
     python benchmarks/between_commits.py BEFORE AFTER [--calls packed] [--rounds 100] > ratios.csv
 
-BEFORE, AFTER: roots of checkouts, with an environment in .venv. Each has a process, and the two
-time the same call in turns. So other load on the machine affects both, and each ratio is of one
-round.
+BEFORE, AFTER: roots of checkouts. Each has a process, and the two time the same call alternately.
+So other load on the machine affects both. Each ratio compares the times of one round.
 
 --calls chooses the calls:
     packed: calls that read the contents of lengths and angles.
-    small, one: 16 tokens, and one token, where Python takes most of the time.
-    fp16: 256 tokens. long: 1024 tokens.
-    decode: attention of a token of each of 8 sequences, from a paged cache.
-    recurrent: the gated delta rule by token.
+    small, one: ops of a layer with 16 tokens, and with one, where Python takes most of the time.
+    fp16, long: ops of a layer with 256 tokens in fp16, and with 1024 tokens in bf16.
+    decode: attention of one token in each of 8 sequences, with a paged KV cache.
+    recurrent: the gated delta rule, token by token.
     dropout: bias_dropout_add with dropout.
     prompts: attention of short prompts and of packed images.
-    gates: gdn_gate on slices.
+    gates: gdn_gate on slices of a projection.
 """
 
 import argparse
@@ -105,7 +104,7 @@ def layer(n, dtype):
 
 
 def decode():
-    """Return calls of attention for a token of 8 sequences with 512 keys each, from a paged cache.
+    """Return decode calls of attention: 8 sequences with 512 keys each in a paged KV cache.
 
     The shapes are those of Qwen3-VL-8B on one rank and on 4, and of Qwen3.5-9B on one.
     """
@@ -126,7 +125,7 @@ def decode():
 
 
 def recurrent():
-    """Return calls of the gated delta rule by token, and of a decoding step of 8 sequences.
+    """Return calls of the gated delta rule token by token, and of a decode step of 8 sequences.
 
     The shapes are those of Qwen3-Next on 4 ranks.
     """
@@ -246,7 +245,7 @@ CALLS = {
 
 
 def work(calls: str) -> None:
-    """Answer each line "row count" with the lower quartile of so many timed calls, in seconds."""
+    """For each line "row count" of stdin, print the lower quartile of `count` times, in seconds."""
     torch.set_num_threads(1)
     calls = [call for _, call in CALLS[calls]()]
     print(len(calls), flush=True)

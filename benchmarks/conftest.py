@@ -9,7 +9,7 @@ from npu_ops_tools.bench.work import OURS, Work
 def pytest_addoption(parser):
     group = parser.getgroup("npu-ops")
     group.addoption("--all", action="store_true", help="every size, dtype, model and rank")
-    group.addoption("--op", action="append", help="may be repeated; default: all")
+    group.addoption("--op", action="append", help="an op; may be repeated; default: all")
     group.addoption("--device", default="cpu", help="a torch device")
 
 

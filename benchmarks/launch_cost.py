@@ -1,13 +1,14 @@
-"""Measure the host time of a call: the CPU's work before a kernel runs. Two tables.
+"""Measure the host time of a call, i.e. the CPU's work before a kernel runs, in two ways.
 
     npu-ops emulate -- python benchmarks/launch_cost.py [--rounds 30] [--calls 100]
 
-Times each op that has AscendC kernels, by those and by Triton's, in one process. The time is from
-the public function to the runtime's launch: checks, torch's dispatcher, allocation of outputs, the
-choice of an implementation, and for Triton the look-up of a compiled kernel. No kernel runs, so the
-NPU's time is not included; nor is Triton's own launcher in C++, which the emulated NPU does not
-have. Rounds alternate between the two and count processor time of the whole process. Only the ratio
-is meaningful: the time is that of this machine and of the emulated NPU's runtime.
+Times each op that has AscendC kernels, with those and with Triton's, in one process. The time
+includes everything from the public function to the runtime's launch: checks, torch's dispatcher,
+allocation of outputs, the choice of an implementation, and for Triton the look-up of a compiled
+kernel. No kernel runs, so the NPU's time is not included; nor is Triton's own launcher in C++,
+which the emulated NPU does not have. Rounds alternate between the two and count processor time of
+the whole process. Only the ratio is meaningful: the time is that of this machine and of the
+emulated NPU's runtime.
 
     python benchmarks/launch_cost.py --no-launcher [--rounds 5] [--calls 200]
 
@@ -44,7 +45,7 @@ HOST_FIELDS = ("call", "device", "us_forward", "us_forward_backward", "rounds", 
                "repro")  # fmt: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "launch" / "npu-emulated.csv"
 HOST = RESULTS.with_name("host.csv")
-# The functions that the emulated runtime calls in a library of twins (csrc/emulator/kernels.cpp).
+# Empty versions of the functions that csrc/emulator/kernels.cpp calls in a library of twins.
 NOTHING = """
 void npu_ops_twin_regions(const char* const*, const unsigned long*, const unsigned long*, long) {}
 long npu_ops_twin_launch(void (*)(const void*), long, const void*, int, int) { return 0; }
@@ -176,7 +177,7 @@ def least(run, rounds: int, calls: int) -> float:
 
 
 def backward_of(function, tensors):
-    """Return a function that runs a call with its backward, or None if it has no gradient."""
+    """Return a function that runs a call and its backward, with gradients to all `tensors`."""
     leaves = [x.clone().requires_grad_() for x in tensors]
 
     def run():

@@ -77,16 +77,18 @@ def stages_of(
 
 
 def main(
-    vllm: Annotated[pathlib.Path, typer.Option(help="A folder with vllm_ascend.")] = (
+    vllm: Annotated[pathlib.Path, typer.Option(help="Folder that contains vllm_ascend.")] = (
         ROOT / ".cache/vllm/0.18.0"
     ),
     stage: Annotated[str | None, typer.Option(help=f"One of {', '.join(FUNCTIONS)}.")] = None,
     sequences: int = 16,
-    tokens: Annotated[int, typer.Option(help="Of a sequence; 0: every measured shape.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Tokens per sequence; 0: every measured shape.")] = 0,
     heads: int = 16,
     value_heads: int = 32,
-    chunk: Annotated[int, typer.Option(help="64, and 128 of wy_fast and chunk_h.")] = 64,
-    to: Annotated[pathlib.Path | None, typer.Option(help="A CSV to write.")] = None,
+    chunk: Annotated[
+        int, typer.Option(help="Chunk size: 64, or 128 for wy_fast and chunk_h.")
+    ] = 64,
+    to: Annotated[pathlib.Path | None, typer.Option(help="CSV file to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ):
     peer_projects.import_from({"vllm": vllm})

@@ -1,9 +1,9 @@
 """How to call other projects' wrappers of Gated Delta Net: functions and arguments by project.
 
-A forward of the chunked delta rule is six functions in each project, listed in their order; q and k
-are normalised before. vllm-ascend's own forward has the last two in AscendC; here they are the
-Triton versions that it also contains. The work of torch between the kernels, mainly copies to other
-layouts, is in no project's time.
+In each project, the forward of the chunked delta rule calls six functions, listed in this order; q
+and k are normalised before. vllm-ascend's own forward runs the last two in AscendC; this file calls
+their Triton versions, which it also contains. No project's time includes torch's work between the
+kernels, mainly copies to other layouts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def chunked(batch: int, tokens: int, heads: int, value_heads: int) -> dict[str, 
                        "chunk_gated_delta_rule_fwd_h_npu",
             "chunk_o": "fla.ops.common.backends.triton_ascend.chunk_o:chunk_fwd_o_npu",
         }),
-        # As many key heads as value heads: MindSpeed repeats keys before.
+        # As many key heads as value heads: MindSpeed repeats the key heads before.
         "mindspeed": _stages((batch, tokens, value_heads, value_heads), {
             "cumsum": f"{MINDSPEED}.cumsum:chunk_local_cumsum",
             "kkt": f"{MINDSPEED}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",
@@ -77,8 +77,8 @@ def _arguments(
 ) -> dict:
     """Return the arguments of one function.
 
-    sums: the function's name for the sums of gates. packed: its kernel for products with the
-    inverse reads a name that is set only for packed sequences.
+    sums: the function's argument for the cumulative sums of gates. packed: call wy_fast with packed
+    sequences, because its kernel reads a name that is set only for those.
     """
     gates = torch.zeros(batch, tokens, value_heads)
     beta, scale = rows(batch, tokens, value_heads), DIM**-0.5

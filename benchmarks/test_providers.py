@@ -1,6 +1,6 @@
 """Time every provider of every benchmark under pytest-benchmark: `pytest benchmarks/ --op rope`.
 
-`npu-ops bench` times the same providers in turns; this command supports --benchmark-json and
+`npu-ops bench` times the same providers alternately; this command supports --benchmark-json and
 --benchmark-compare.
 """
 

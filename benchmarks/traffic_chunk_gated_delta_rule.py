@@ -2,12 +2,12 @@
 
     npu-ops emulate -- python benchmarks/traffic_chunk_gated_delta_rule.py
 
-Global memory: the loads and stores of the kernels, counted as they run on the emulated NPU, and the
-inputs and outputs of every torch operator between them. The result is the difference between 1024
-and 512 tokens, so that constant parts cancel. Workspace: tiles that the compiled kernels pass
-between matrix unit and vector cores, written and read once, from the vendor compiler's output; and
-tiles that the matrix unit keeps there for its own next product. "normalized": with
-use_qk_l2norm_in_kernel.
+For global memory, it counts the loads and stores of the kernels as they run on the emulated NPU,
+and the inputs and outputs of every torch operator between them. The result is the difference
+between 1024 and 512 tokens, so that constant parts cancel. For workspace, it counts tiles in the
+vendor compiler's output: those that kernels pass between matrix unit and vector cores, each written
+and read once, and those that the matrix unit keeps there for its own next product. "normalized"
+rows are with use_qk_l2norm_in_kernel.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def workspaces(normalize: bool) -> dict[str, tuple[float, float]]:
 
 
 def _workspace(launch) -> tuple[int, int]:
-    """Return the bytes for all heads of one chunk: tiles of both halves of a kernel, and others."""
+    """Return the bytes for all heads of a chunk: of tiles that both halves use, and of others."""
     options = dict(launch.options)
     signature, constants = dict(launch.signature), dict(launch.constants)
     text = vendor.lower(launch.kernel, signature, constants, vendor.SOCS[0], **options)

@@ -195,7 +195,7 @@ def _finders() -> list:
 
 
 class _Finder:
-    """Finds watched modules with the other finders, and gives them a loader that reports to us."""
+    """Finds watched modules with the other finders, and gives them a loader that reports them."""
 
     def __init__(self, callback: Callback, before: Callback | None):
         self.callback, self.before = callback, before
@@ -265,8 +265,9 @@ def tell_when_torch_is_there(before: Callback) -> None:
 def tell_when_imported(module, callback: Callback) -> None:
     """Report a module that is already being imported, after it has run.
 
-    The finder missed it, because it was found before: it imports torch, which runs this code. After
-    the module has run, Python resets `_initializing` in its spec, and this calls `callback`.
+    The finder missed the module: it was found before this hook existed, because it imports torch,
+    which runs this code. After the module has run, Python resets `_initializing` in its spec, and
+    this calls `callback`.
     """
     spec = getattr(module, "__spec__", None)
     if type(spec) is not ModuleSpec or not getattr(spec, "_initializing", False):

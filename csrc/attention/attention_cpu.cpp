@@ -2,13 +2,13 @@
 // there calls it.
 //
 // q, out and their gradients are [B, H, Tq, .], k and v [B, Hk, Tk, .], lse fp32 [B, H, Tq].
-// Strides are arbitrary, except that a row is contiguous. Query i sees key j where j <= i + shift.
-// Arithmetic is in fp32: a few queries at a time, whose scores stay in the first cache, against all
-// keys.
+// Strides are arbitrary, except that a row is contiguous. Query i sees key j if j <= i + shift. The
+// kernel computes in fp32, a few queries at a time against all keys, so that their scores stay in
+// the L1 cache.
 //
-// A product of several rows also reads keys that some of the rows do not see, with a weight of 0.
-// If such a key is not finite, this would give NaN. Each row is then multiplied alone, with the
-// keys that it sees.
+// Several rows are multiplied at once, up to the last key that any of them sees; unseen keys have
+// weight 0. If a key or value is not finite, 0 times it is NaN. Each row is then multiplied alone,
+// with the keys that its query sees.
 #include <vector>
 
 #include "attention/heads.h"
@@ -31,7 +31,7 @@ struct Sizes {
   int64_t group() const { return heads / key_heads; }
   // The number of keys that a query sees.
   int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
-  // The cost of a head, in elements, see parallel.h.
+  // The work of a head, in elements, see parallel.h.
   int64_t cost() const { return (queries * keys + 8 * (queries + keys)) * (width + values) / 32; }
   int64_t batch, heads, key_heads, queries, keys, width, values;
   float scale;
@@ -40,14 +40,14 @@ struct Sizes {
 
 NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
   const float nothing = sum(rows * from.step, [&](int64_t j) { return 0.0f * from.data[j]; });
-  return nothing == 0.0f;  // a NaN is not
+  return nothing == 0.0f;  // false for a NaN, which infinity * 0 gives too
 }
 
-// Writes the columns of `from`, times `by`, as rows with zeros up to their step.
+// Sets `to` to the transpose of `from`, times `by`; rows are padded with zeros up to their step.
 NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t columns, float by,
                               Padded<float> to) {
   if (rows < to.step) std::fill_n(to.data, columns * to.step, 0.0f);
-  for (int64_t i = 0; i < rows; i += kLanes) {  // a line of the first cache is written once
+  for (int64_t i = 0; i < rows; i += kLanes) {  // writes each line of the L1 cache once
     const int64_t count = std::min(kLanes, rows - i);
     for (int64_t j = 0; j < columns; ++j)
       for (int64_t r = 0; r < count; ++r) to.row(j)[i + r] = by * from.row(i + r)[j];
@@ -64,8 +64,8 @@ NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const f
     multiply<1>({left.row(i), left.step, 1}, right, of.seen(first + i), to.from(i), to.step);
 }
 
-// Computes `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled. The
-// caller divides out by `sums`.
+// Computes attention of `count` queries from `first` on, in kRows rows. keys_t: the keys,
+// transposed and scaled. The caller divides `out` by `sums`.
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys_t, Padded<const float> values,
                            bool finite_values, Padded<float> scores, Padded<float> out, float* lse,
@@ -112,8 +112,8 @@ void forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
   });
 }
 
-// The operands of a head of keys' gradients. Matrices are of keys by `width` or `values`, also
-// transposed; of a head of queries; of queries by keys.
+// One thread's matrices of the backward for one key head: keys and values, also transposed; queries
+// and grad_out of one query head; weights and gradients of scores, [queries, keys]; the results.
 struct Gradients {
   Gradients(const Sizes& of, Pieces& pieces)
       : keys(pieces.take(of.keys, of.width)),
@@ -131,20 +131,21 @@ struct Gradients {
       grad_queries, grad_keys, grad_values;
 };
 
-// Computes kRows queries from `first` on: their weights, the gradients of their scores, and their
-// own gradients.
+// Computes, for kRows queries from `first` on, their weights, the gradients of their scores, and
+// the gradients of the queries.
 NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t first,
                                     const float* lse, bool finite_keys) {
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
-  // `add_to_keys` reads kRows keys at once, of which these queries may see only the first.
+  // `add_to_keys` reads kRows keys at once, of which these queries may see only the first. So zeros
+  // are written up to `asked`.
   const int64_t asked = std::min(columns + kLanes, weights.step);
   multiply<kRows>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
   multiply<kRows>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
   for (int i = 0; i < kRows; ++i) {
     const int64_t seen = of.seen(first + i);
-    float *p = weights.row(i), *ds = grads.row(i);  // first the gradients of the weights
+    float *p = weights.row(i), *ds = grads.row(i);  // ds: first the gradients of the weights
     for (int64_t j = 0; j < columns; ++j) p[j] = exp_within(p[j] - lse[i]);
     std::fill(p + seen, p + asked, 0.0f);
     std::fill(ds + seen, ds + asked, 0.0f);
@@ -161,7 +162,7 @@ template <int ROWS>
 NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
   for (int64_t j = 0; j < of.keys; j += ROWS) {
     const int64_t first = std::max<int64_t>(0, j - of.shift), count = of.queries - first;
-    if (count <= 0) return;  // nobody sees it, nor what follows
+    if (count <= 0) return;  // no query sees this key or a later one
     const Left weights{x.weights.row(first) + j, 1, x.weights.step};
     const Left grads{x.grad_scores.row(first) + j, 1, x.grad_scores.step};
     multiply<ROWS, true>(weights, x.grad_out.from(first), count, x.grad_values.from(j),

@@ -1,12 +1,11 @@
-// Attention on the CPU of one query for each sequence, with keys in a cache. Reference:
+// Decode attention on the CPU: one query per sequence, keys and values in a KV cache. Reference:
 // npu_ops/ops/attention/reference.py; decode.py there calls it.
 //
-// q and out are [N, H, 1, .], lse fp32 [N, H, 1]. k and v are [blocks, Hk, size, .]: key j of a
-// sequence is row j % size of the block that entry j / size of its row in block_table names.
-// Without a table, a sequence has one block of its own. Strides are arbitrary, except that a row is
-// contiguous.
+// q and out are [N, H, 1, .], lse fp32 [N, H, 1]. k and v are [blocks, Hk, size, .]: key j of
+// sequence n is row j % size of block block_table[n, j / size]. Without a table, sequence n has
+// block n. Strides are arbitrary, except that a row is contiguous.
 //
-// Keys are read once, where they lie, for all heads that share them.
+// Keys are read in place, once for all query heads that share them.
 #include <algorithm>
 #include <optional>
 #include <vector>
@@ -18,10 +17,10 @@
 namespace npu_ops {
 namespace {
 
-constexpr int kQueries = 4;    // at a time: rarely fewer share keys, and rows of zeros take as long
-constexpr int64_t kKeys = 32;  // at a time: as rows of fp32 they stay in the first cache
+constexpr int kQueries = 4;    // at a time: groups are rarely smaller, and padding costs as much
+constexpr int64_t kKeys = 32;  // at a time: as fp32 rows they stay in the L1 cache
 
-// Finds the keys of each sequence.
+// Locates the cached keys of each sequence.
 struct Cache {
   Cache(const Tensor& k, const std::optional<Tensor>& block_table, const Tensor& seqlens_k)
       : size(k.size(2)), table(block_table) {
@@ -74,7 +73,7 @@ NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_
                              to.step);
 }
 
-// One thread's memory. rows: the queries that share keys, rounded up to kQueries.
+// One thread's memory. rows: the queries that share keys, up to a multiple of kQueries.
 struct Scratch {
   Scratch(Pieces& pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
       : rows(rows),
@@ -89,7 +88,8 @@ struct Scratch {
   Padded<float> queries, found, keys, values, scores, log_sums, over;
 };
 
-// Writes x.found, the factors to multiply it by, and the logarithms of the sums.
+// Computes attention of x.queries with one key head: x.found, to be multiplied by x.over, and
+// x.log_sums.
 template <class T>
 void attend_to(const Cache& cache, int64_t sequence, const Heads<const T>& k,
                const Heads<const T>& v, int64_t head, int64_t width, int64_t value_width,

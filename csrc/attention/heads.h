@@ -17,7 +17,7 @@
 
 namespace npu_ops {
 
-// Rows in memory, each `step` elements behind the one before.
+// Rows in memory that begin `step` elements apart.
 template <class T>
 struct Strided {
   NPU_OPS_INLINE T* row(int64_t index) const { return data + index * step; }
@@ -26,7 +26,7 @@ struct Strided {
   int64_t step;
 };
 
-// Finds the tokens of each head.
+// Locates the rows of each head of a [B, H, T, .] tensor.
 template <class T>
 struct Heads {
   Heads(const Tensor& tensor, T* data)
@@ -46,7 +46,7 @@ Heads<T> heads_out(const Tensor& tensor) {
   return {tensor, output<T>(tensor)};
 }
 
-// One thread's memory, in pieces.
+// Allocates the buffers of one thread.
 class Pieces {
  public:
   Padded<float> take(int64_t rows, int64_t columns) {
@@ -58,7 +58,7 @@ class Pieces {
   std::list<std::vector<float>> pieces_;
 };
 
-// Rows in fp32, with zeros up to their step.
+// Reads rows as fp32 and pads them with zeros up to their step.
 template <class T>
 void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -67,7 +67,7 @@ void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) 
   }
 }
 
-// Writes rows, each times its number in `by`; the products overwrite the rows.
+// Writes row i times by[i]; it scales the rows of `from` in place first.
 template <class T>
 void write(Padded<float> from, int64_t rows, int64_t width, const float* by, Strided<T> to) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -84,8 +84,8 @@ NPU_OPS_INLINE float largest_of(const Lanes (&parts)[kParts]) {
   return found;
 }
 
-// Turns the scores of the seen keys into weights, not yet divided by their sum, and the others of
-// the `columns` into 0. Returns the logarithm of the sum.
+// Turns the scores of `seen` keys into weights that are not yet divided by their sum, and sets the
+// other columns to 0. Sets `sum` and returns the log-sum-exp of the scores.
 NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   *sum = 1.0f;

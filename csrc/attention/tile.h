@@ -11,13 +11,13 @@ namespace npu_ops {
 // fewer, sums wait for each other.
 constexpr int kRows = 6;
 
-// A matrix with its two steps; exchanging them transposes it.
+// A matrix with a row stride and a column stride; exchanging them transposes it.
 struct Left {
   const float* data;
   int64_t row, column;
 };
 
-// A matrix whose rows are `step` apart and padded.
+// A matrix whose rows begin `step` elements apart and are padded to a multiple of kLanes.
 template <class Float>
 struct Padded {
   Float* row(int64_t index) const { return data + index * step; }
@@ -27,8 +27,8 @@ struct Padded {
   int64_t step;
 };
 
-// Sets `columns` padded columns of rows of `to` to left * right, whose sums have `depth` terms; or
-// adds the product to them.
+// Sets ROWS rows of `to`, in the first `columns` columns, to left * right; with ADDS, adds the
+// product to them. depth: the columns of left. columns: a multiple of kLanes.
 template <int ROWS, bool ADDS = false>
 NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth, Padded<float> to,
                              int64_t columns) {
@@ -48,8 +48,8 @@ NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth
   }
 }
 
-// Sets `count` columns of rows of `to` to `by` times the dot products of rows of left and rows of
-// right, which have equal length.
+// Sets to[i, j] to `by` times the dot product of row i of left and row j of right, for ROWS rows i
+// and `count` rows j.
 template <int ROWS>
 NPU_OPS_INLINE void multiply_rows(Padded<const float> left, Padded<const float> right,
                                   int64_t count, float by, Padded<float> to) {

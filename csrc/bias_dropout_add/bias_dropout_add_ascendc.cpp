@@ -10,7 +10,7 @@ namespace npu_ops {
 
 using namespace AscendC;
 
-// The mask of a tile: the same in forward and backward.
+// Draws and applies the dropout mask of a tile; forward and backward draw the same mask.
 class Dropper {
  public:
   __aicore__ inline void Init(TPipe& pipe, GM_ADDR rng_state, const BiasDropoutAddTiling& tiling) {
@@ -52,8 +52,8 @@ class Dropper {
   }
 
  private:
-  // Writes 0, 1, .. chunk - 1 for each row of a tile: a first part, which is doubled until all
-  // numbers are there.
+  // Writes 0, 1, ..., chunk - 1 for each row of a tile. The first 16 numbers are set; copies then
+  // double them until a row is full.
   __aicore__ inline void FillColumns() {
     const LocalTensor<int32_t> columns = columns_.Get<int32_t>();
     const int32_t used = tiling_.tile_rows * tiling_.chunk;
@@ -91,7 +91,7 @@ __aicore__ inline void each_tile(const BiasDropoutAddTiling& tiling, Body body, 
   }
 }
 
-// The part of a lane in a tile, and its start in a [rows, width] tensor.
+// The part of a tile in one lane, and its offset in a [rows, width] tensor.
 struct LaneTile {
   TileShape shape;
   int64_t offset;
@@ -100,9 +100,9 @@ struct LaneTile {
 __aicore__ inline LaneTile lane_tile(const BiasDropoutAddTiling& tiling, int64_t row, int32_t rows,
                                      int32_t column, int32_t lane) {
   const int64_t first = int64_t{lane} * tiling.lane_width + column;
-  int64_t columns = tiling.lane_width - column;  // of the lane
+  int64_t columns = tiling.lane_width - column;  // left in the lane
   if (columns > tiling.chunk) columns = tiling.chunk;
-  if (columns > tiling.width - first) columns = tiling.width - first;  // of the row
+  if (columns > tiling.width - first) columns = tiling.width - first;  // left in the row
   return {{rows, static_cast<int32_t>(columns < 0 ? 0 : columns), tiling.width},
           row * tiling.width + first};
 }
@@ -209,9 +209,9 @@ class Forward {
   Dropper dropper_;
 };
 
-// In the tiling, x is the gradient of the output, and out is the gradient of x. Each piece writes
-// its sums over rows to one row of `partials`, [row_pieces, width], so that no core waits for
-// another.
+// In the tiling, x_type is the type of the output's gradient, and out_type that of x's gradient.
+// Each piece writes its sums over rows to one row of `partials`, [row_pieces, width], so that no
+// core waits for another.
 class Backward {
  public:
   __aicore__ inline Backward(GM_ADDR grad, GM_ADDR rng_state, GM_ADDR grad_x, GM_ADDR partials,

@@ -13,7 +13,7 @@
 namespace npu_ops {
 namespace {
 
-// Elements of a row of fp16 that are copied to fp32 at once: the copies stay in the first cache.
+// Elements of an fp16 row that are copied to fp32 at once: the copies stay in the L1 cache.
 constexpr int64_t kPiece = 256;
 
 struct Dropout {
@@ -77,7 +77,7 @@ NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* mask, X* grad_x,
 template <class T>
 using Element = typename Row<T>::Element;
 
-// Runs body(first, count) for the pieces of rows of T; a row that is not copied is one piece.
+// Runs body(first, count) for the pieces of a row; the row is one piece if no type is converted.
 template <class... T, class Body>
 void in_pieces(int64_t width, const Body& body) {
   const int64_t most = (Row<T>::kCopied || ...) ? kPiece : width;

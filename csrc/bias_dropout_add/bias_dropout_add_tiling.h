@@ -2,7 +2,7 @@
 //
 // A row is cut into 8 lanes (npu_ops/core/rng.py). A tile is `tile_rows` rows by `chunk` columns of
 // a lane: its four Philox words serve the same tile of all eight lanes. A piece of work is
-// `piece_rows` rows of one chunk, and a core takes every blocks-th piece.
+// `piece_rows` rows of one chunk; of n blocks, each takes every n-th piece.
 #pragma once
 
 #include "common/ascendc_types.h"
@@ -26,12 +26,12 @@ struct BiasDropoutAddTiling {
 };
 
 // Bytes of the unified buffer for each element of a tile: Philox's ten words, columns, two fp32
-// rows; x, bias, residual and out, each doubled.
+// rows, and two tiles each of x, bias, residual and out.
 constexpr int32_t kBytesPerElement = 4 * (10 + 1 + 2) + 2 * 4 * 4;
 constexpr int32_t kSumBytesPerColumn = 8 * 4;  // of a chunk, in backward: eight lanes' sums
 
-// Computes the tiling. `cores`: vector cores; all of them get work if there is enough. `sums`: a
-// piece keeps sums over its rows, so there are few pieces.
+// Computes the sizes of tiles and pieces. `cores`: vector cores; all get work if there is enough.
+// `sums`: each piece stores sums over its rows, so there are few pieces.
 inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, bool sums) {
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
@@ -45,8 +45,7 @@ inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, b
   tiling.lane_width = static_cast<int32_t>(lane);
   tiling.chunk = static_cast<int32_t>(least(least(lane, largest), most(columns, 16)));
   const int64_t chunks = tiling.chunks();
-  // Enough pieces for the cores, but none with fewer rows than fill a tile, if there are so many
-  // rows.
+  // A tile has as many rows as fit, but not more than a core's share of them.
   const int64_t share = (tiling.rows * chunks + cores - 1) / cores;
   tiling.tile_rows = static_cast<int32_t>(most(1, least(largest / tiling.chunk, share)));
   const int64_t wanted = sums ? share : tiling.tile_rows;

@@ -11,9 +11,9 @@
 
 namespace npu_ops {
 
-constexpr int64_t kChannels = 2048;  // of a block: the rows that a filter needs stay in L1
+constexpr int64_t kChannels = 2048;  // per block: the rows that a filter needs stay in L1
 
-// Rows that the taps multiply, or rows of the taps.
+// A row pointer per tap: to the inputs that the taps multiply, or to the taps.
 template <class T, int W>
 using Taps = std::array<T*, W>;
 
@@ -40,8 +40,8 @@ NPU_OPS_CLONES void convolve_row(Taps<const T, W> x, Taps<const float, W> w, con
   }
 }
 
-// The filter as rows of float: row j is the tap for the token j back, then comes the bias. Beyond
-// the width, taps are zeros.
+// The filter as fp32 rows: row j is the tap for the token j positions back, and the row after the
+// last tap is the bias. Taps from `width` on are zeros.
 class Filter {
  public:
   Filter(const Tensor& weight, const std::optional<Tensor>& bias)
@@ -66,7 +66,7 @@ class Filter {
   int64_t blocks() const { return (channels + kChannels - 1) / kChannels; }
   int64_t count(int64_t c) const { return std::min(kChannels, channels - c); }
 
-  // Calls f(j) for each tap.
+  // Returns the array f(0), ..., f(W - 1).
   template <int W, class F>
   static auto each(const F& f) {
     std::array<decltype(f(0)), W> all;

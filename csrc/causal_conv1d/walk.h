@@ -11,11 +11,11 @@
 
 namespace npu_ops {
 
-constexpr int64_t kTokens = 128;  // of a piece
+constexpr int64_t kTokens = 128;  // per piece
 
-// Sets g[0], the gradient of a row of the convolution. From it and those of the rows before,
-// computes the gradient of the row width - 1 back, and adds `extra`. back: the taps from the last
-// to the first.
+// Sets g[0] to the gradient of a row of the convolution, before the activation. From g[0] and the
+// gradients g[j] of the rows before, computes grad_x of the row width - 1 back, and adds `extra`.
+// back: the taps from the last to the first.
 template <class T, int W, bool SILU, class G>
 NPU_OPS_CLONES void gradient_row(Taps<const T, W> x, Taps<const float, W> w, const float* bias,
                                  const G* grad, Taps<float, W> g, Taps<const float, W> back,
@@ -132,7 +132,8 @@ struct State {
   int64_t sequence_stride = 0, width = 0, stride = 0;
 };
 
-// Row t of a sequence: one of its tokens, or of its initial state.
+// Returns row t of a sequence: of its tokens, or of its initial state before them. Zeros after the
+// end.
 template <class T>
 const T* input_row(const Tokens<T>& x, const State<T>& state, const Sequence& s, int64_t t,
                    int64_t c, const T* zeros) {
@@ -153,9 +154,9 @@ void copy_final_states(const Tokens<T>& x, const State<T>& state, const State<T>
     }
 }
 
-// Channels that are processed together. `rows` is their output or its gradient, with no other
-// channels before them. Groups of `head` channels are normalised after the activation, unless head
-// is 0.
+// `count` channels from `column` of the input on, which are processed together. `rows` is their
+// output or its gradient, and begins with the first of them. If head is not 0, each `head` channels
+// are normalised (l2norm) after the activation.
 template <class T>
 struct Block {
   int64_t column, count;
@@ -164,7 +165,7 @@ struct Block {
   float eps;
 };
 
-// Appends the blocks of all channels of `rows`, the first of which is `column` of the input.
+// Appends the blocks for the `width` channels of `rows`, which are the input's from `column` on.
 template <class T>
 void add_blocks(std::vector<Block<T>>& blocks, int64_t column, int64_t width, Tokens<T> rows,
                 int64_t head = 0, float eps = 0.0f) {
@@ -244,7 +245,8 @@ struct Sums {
   int64_t first_piece(int64_t group) const {
     return group * static_cast<int64_t>(pieces.size()) / groups;
   }
-  // Row j of a group's sums from channel c on: the tap for the token j back; W is the bias.
+  // Row j of a group's sums from channel c on: of the tap for the token j back; for j >= width, of
+  // the bias.
   float* row(int64_t group, int64_t j, int64_t c) {
     return values.data() + group * size + std::min(j, filter.width) * filter.channels + c;
   }
@@ -291,7 +293,7 @@ struct Scratch {
 
 // Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to p +
 // width - 1, so the loop can compute it when it is at row t = p + width - 1. The loop therefore
-// ends width - 1 rows behind the piece. At the start of a sequence, the first width - 1 rows p are
+// ends width - 1 rows after the piece. At the start of a sequence, the first width - 1 rows p are
 // rows of the state.
 template <class T, int W, bool SILU>
 void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, int64_t group,
@@ -335,7 +337,8 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
   }
 }
 
-// Writes the columns that the loop does not reach: the first, and all of a sequence without tokens.
+// Writes the columns of the initial state's gradient that the loop does not reach: column 0, and
+// all columns if the sequence has no tokens.
 template <class T>
 void fill_state_gradient(const State<T>& grad_initial_state, const State<T>& grad_final_state,
                          const std::vector<Sequence>& sequences, int64_t channels) {

@@ -4,8 +4,8 @@
 namespace npu_ops {
 namespace {
 
-// Returns the blocks of q, k and v, or of their gradients. heads: key heads, value heads, K, V.
-// Without an eps nothing is normalised.
+// Returns the blocks of q, k and v, or of their gradients. heads: key heads, value heads, key
+// head_dim, value head_dim. Without eps, q and k are not normalised.
 template <class T>
 std::vector<Block<T>> blocks_of(const Tensor& q, const Tensor& k, const Tensor& v,
                                 const std::vector<int64_t>& heads,

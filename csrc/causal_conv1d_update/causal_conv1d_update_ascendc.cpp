@@ -1,9 +1,9 @@
 // causal_conv1d_update for Ascend910B and Ascend910_93. Reference:
 // npu_ops/ops/causal_conv1d_update/reference.py
 //
-// A piece of work is a block of channels of a sequence. A tile is a few of its tokens: the W - 1
-// rows before them, then their own rows. They are loaded into one buffer and convolved, and states
-// and windows are stored from the same buffer, so their rows keep their bits. bisheng inserts the
+// A piece of work is a block of channels of one sequence. A tile is a few tokens of it: they are
+// loaded with the W - 1 rows before them into one buffer. The convolution reads that buffer, and
+// states and windows are stored from it, so their rows keep their bits. bisheng inserts the
 // barriers inside the vector pipe (--cce-auto-sync). Queues order the copies, so a state is read
 // before it is written.
 #include "causal_conv1d_update/causal_conv1d_update_tiling.h"
@@ -16,11 +16,12 @@ using namespace AscendC;
 using Floats = LocalTensor<float>;
 using Bytes = LocalTensor<uint8_t>;
 
-// The places of a sequence's tokens, state and windows. `good`: all of them are valid.
+// Where a sequence's tokens, state and windows are. `good`: it is not skipped, and the places of
+// its tokens and state are valid.
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
   bool good, keeps_windows;
-  float nothing;  // what its outputs are if it is not good
+  float nothing;  // its output if it is not good: 0 if skipped, else NaN
 };
 
 class Update {
@@ -51,7 +52,8 @@ class Update {
     scratch_ = words<float>(tiling.tile_tokens);
     taps_ = words<float>(tiling.width);
     offset_ = words<float>(1);
-    // The elements between a block's channels and the stride are never written, but computed along.
+    // Instructions also compute on the elements from a block's last channel to the stride, which
+    // nothing else sets.
     Duplicate(sum_, 0.0f, tiling.tile_tokens * stride_);
     if (tiling.weight.apart() || tiling.state.apart()) {
       column_ = words<uint8_t>(1);
@@ -66,7 +68,7 @@ class Update {
     const int64_t share = (tiling_.pieces() + GetBlockNum() - 1) / GetBlockNum();
     const int64_t begin = GetBlockIdx() * share, end = smaller(begin + share, tiling_.pieces());
     int64_t block = -1;
-    // The sequences of a block follow each other, so that its filter is loaded once.
+    // Pieces of one block of channels are consecutive, so that its filter is loaded once.
     for (int64_t piece = begin; piece < end; ++piece) {
       if (piece / tiling_.sequences != block) {
         block = piece / tiling_.sequences;
@@ -91,7 +93,7 @@ class Update {
 
   __aicore__ inline Sequence Find(int64_t n) const {
     Sequence s{n, 0, tiling_.tokens, n, 0, n, false, false, 0.0f};
-    if (starts_) {  // where they are wrong, the first sequence has all tokens
+    if (starts_) {  // if they are invalid, sequence 0 has all tokens
       s.batch = 0;
       s.begin = right_ ? integer(starts_, tiling_.wide_starts, n) : 0;
       s.end = right_ ? integer(starts_, tiling_.wide_starts, n + 1) : n == 0 ? tiling_.tokens : 0;
@@ -167,8 +169,8 @@ class Update {
     copy_in(to, from, type_, {count, count_, pitch}, stride_);
   }
 
-  // Stores row r of history and tokens to the state's column r - drop, if there is one. The rows of
-  // the tile before are stored already.
+  // Stores row r of the buffer (W - 1 rows of history, then tokens) to the state's column r - drop,
+  // if there is one. Earlier tiles have stored the rows before `known`.
   __aicore__ inline void KeepState(Bytes rows, const Sequence& s, int64_t token, int32_t count) {
     const int64_t done = token - s.begin, drop = (accepted_ ? 1 : s.end - s.begin) - done;
     const int64_t known = done ? tiling_.before() : 0, first = drop > known ? drop : known;
@@ -187,7 +189,7 @@ class Update {
             tiling_.before());
   }
 
-  // Writes `count` rows from `first` on to the columns of a plane, whose first element is `at`.
+  // Stores `count` rows from `first` on as columns of a plane that begins at element `at`.
   __aicore__ inline void Store(GM_ADDR to, int64_t at, const Plane& plane, Bytes rows,
                                int32_t first, int32_t count) {
     if (!plane.apart())
@@ -206,8 +208,8 @@ class Update {
     spread_queue_.FreeTensor(spread);
   }
 
-  // Turns rows into columns: each channel has a block of its own, of which the first `count`
-  // elements are set.
+  // Turns rows into columns: each channel gets kOwnBlock elements, of which the first `count` are
+  // set.
   template <class T>
   __aicore__ inline void Spread(LocalTensor<T> to, LocalTensor<T> rows, int32_t first,
                                 int32_t count) {
@@ -224,8 +226,8 @@ class Update {
     Gather(to[done], rows, spread_[done], base, mask, 1, 8);
   }
 
-  // For Spread: byte offsets from the first row's first channel to element j of channel c, which is
-  // element c of row j. The offsets of one channel are doubled until all are there.
+  // Prepares the byte offsets for Spread: element j of channel c is element c of row j. The offsets
+  // of the first channel are set; copies then double them until all channels have theirs.
   __aicore__ inline void PrepareSpread() {
     pipe_.InitBuffer(spread_queue_, 2, kOwnBlock * stride_ * size_);
     const auto offsets = words<int32_t>(kOwnBlock);
@@ -237,8 +239,8 @@ class Update {
     spread_ = offsets.ReinterpretCast<uint32_t>();
   }
 
-  // Loads columns of a plane whose channels lie apart. If the gaps are small, they are loaded too;
-  // otherwise each channel has a block of its own. The columns must then be collected.
+  // Loads columns of a plane whose channels are not contiguous. Small gaps between channels are
+  // loaded too; otherwise each channel gets kOwnBlock elements. Collect then gathers each column.
   __aicore__ inline void LoadApart(GM_ADDR from, int64_t at, const Plane& plane, int32_t columns,
                                    ElementType type) {
     const auto whole = static_cast<int32_t>((count_ - 1) * plane.channel + columns);
@@ -317,10 +319,10 @@ class Update {
   __gm__ uint8_t *x_, *state_, *weight_, *bias_, *indices_, *accepted_, *starts_, *window_,
       *window_indices_, *y_;
   ElementType type_;
-  int32_t size_, stride_;  // of an element; of a row on chip, elements
-  bool right_;             // what starts say
+  int32_t size_, stride_;  // bytes per element; elements per row on chip
+  bool right_;             // starts are valid or absent
   int64_t channel0_ = 0;   // the block's first
-  int32_t count_ = 0;      // of the block's channels
+  int32_t count_ = 0;      // channels of the block
   TQueBind<TPosition::VECIN, TPosition::VECOUT, 2> rows_queue_;
   TQue<TPosition::VECIN, 2> in_queue_;
   TQue<TPosition::VECOUT, 2> y_queue_, spread_queue_;

@@ -6,7 +6,7 @@
 namespace npu_ops {
 namespace {
 
-// The places of a sequence's tokens, state and windows.
+// Where a sequence's tokens, state and windows are.
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
   bool skipped;
@@ -16,7 +16,7 @@ struct Arguments {
   const Tensor &x, &state, &y;
   const std::optional<Tensor>& window;
   int64_t pad, width;
-  bool counted, update;  // counted: accepted tokens are
+  bool counted, update;  // counted: num_accepted_tokens is given
 };
 
 // All sequences are checked before any is changed, so an error changes nothing.
@@ -51,7 +51,7 @@ std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indice
   return found;
 }
 
-// A row whose channels need not be contiguous.
+// Copies a row of `count` channels, which need not be contiguous.
 template <class T>
 void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t count) {
   if (from_stride == 1 && to_stride == 1) return void(std::copy(from, from + count, to));

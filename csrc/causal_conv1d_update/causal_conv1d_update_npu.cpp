@@ -17,7 +17,7 @@ int32_t is_wide(const Optional& indices) {
   return indices && indices->scalar_type() == ScalarType::Long;
 }
 
-// Returns the tiling without the cut.
+// Returns the tiling with the sizes, strides and dtypes of the tensors.
 CausalConv1dUpdateTiling tiling_of(const Tensor& x, const Tensor& state, const Tensor& weight,
                                    const Optional& bias, const Optional& starts,
                                    const Optional& window, const Tensor& y) {

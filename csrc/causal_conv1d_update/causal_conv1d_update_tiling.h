@@ -5,20 +5,20 @@
 
 namespace npu_ops {
 
-constexpr int32_t kOwnBlock = 16;  // elements of a channel that is loaded alone
+constexpr int32_t kOwnBlock = 16;  // elements on chip per channel that is loaded on its own
 
-// A matrix [channels, columns] in a tensor: its two strides in elements. One of the two is 1.
-// mixed: other cores may write between its channels.
+// A matrix [channels, columns] in a tensor: its two strides in elements, one of which is 1. mixed:
+// other cores may write to the memory between its channels.
 struct Plane {
   int64_t channel, column;
   int32_t mixed;
 
-  NPU_OPS_SHARED bool apart() const { return channel != 1; }  // its channels
+  NPU_OPS_SHARED bool apart() const { return channel != 1; }  // channels are not contiguous
   // Whether the gaps between channels are loaded too, because they are small.
   NPU_OPS_SHARED bool whole() const { return !mixed && channel <= kOwnBlock; }
 };
 
-// The elements that a channel of such a matrix takes in the unified buffer if channels lie apart.
+// Returns the elements that a channel takes in the unified buffer if channels are not contiguous.
 NPU_OPS_SHARED int32_t pitch_on_chip(const Plane& plane) {
   return plane.whole() ? static_cast<int32_t>(plane.channel) : kOwnBlock;
 }
@@ -29,28 +29,28 @@ struct CausalConv1dUpdateTiling {
   Plane weight, state, window;
   int32_t channels, width, silu, update;
   int32_t type, weight_type, bias_type;                            // ElementType
-  int32_t wide_indices, wide_accepted, wide_starts, wide_windows;  // whether of 64 bits
+  int32_t wide_indices, wide_accepted, wide_starts, wide_windows;  // whether int64
 
   int32_t block;        // channels of a piece of work, a multiple of 64
-  int32_t tile_tokens;  // that are on chip at once
-  int32_t loaded;       // bytes for each channel of a filter or a history, as it is loaded
+  int32_t tile_tokens;  // tokens on chip at once
+  int32_t loaded;       // bytes per channel of a filter or a history, as it is loaded
 
   NPU_OPS_SHARED int64_t blocks() const { return (channels + block - 1) / block; }
   NPU_OPS_SHARED int64_t pieces() const { return sequences * blocks(); }
   NPU_OPS_SHARED int32_t before() const { return width - 1; }
   NPU_OPS_SHARED int32_t rows() const {
     return before() + tile_tokens;
-  }  // of a tile, with those before it
+  }  // rows per tile, with those before it
   NPU_OPS_SHARED bool spreads() const { return state.apart() || window.apart(); }
 };
 
-// The most tokens of a tile. Rows before the tile are read again, so a tile has more rows than a
-// filter's history.
+// The most tokens of a tile: more than the rows before it, which every tile loads again.
 constexpr int32_t kMostTokens = 8;
-// Wider blocks gain nothing, and if channels lie apart an instruction repeats at most 255 times.
+// Wider blocks gain nothing. If channels are not contiguous, an instruction has a repeat for every
+// few channels, and at most 255 repeats.
 constexpr int64_t kWidestBlock = 1024, kWidestApart = 512;
 
-// Computes the cut: all `cores` get channels, even for a single token.
+// Computes the sizes of blocks and tiles: all `cores` get channels, even for a single token.
 inline void cut(CausalConv1dUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
   const auto most = [](int64_t a, int64_t b) { return a > b ? a : b; };
@@ -64,8 +64,8 @@ inline void cut(CausalConv1dUpdateTiling& tiling, int64_t cores, int64_t ub_byte
   tiling.loaded =
       static_cast<int32_t>(most(most(filter, 4), most(on_chip(tiling.weight, tiling.weight_type),
                                                       on_chip(tiling.state, tiling.type))));
-  // Rows, results and loaded columns are doubled. In fp32: rows, results and a scratch, the filter
-  // with its bias, a row, channels and offsets.
+  // There are two buffers each of rows, results and loaded columns. In 32 bits: rows, results,
+  // scratch, taps, bias, a column, offsets and channel numbers.
   int64_t each = 2 * (tiling.rows() + tiling.tile_tokens) * size(tiling.type) + 2 * tiling.loaded +
                  4 * (tiling.rows() + 2 * tiling.tile_tokens + tiling.width + 4);
   if (tiling.spreads()) each += kOwnBlock * (2 * size(tiling.type) + 4);

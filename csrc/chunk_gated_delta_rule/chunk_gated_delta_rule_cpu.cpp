@@ -13,7 +13,7 @@
 namespace npu_ops {
 namespace {
 
-constexpr int64_t kChunk = 64;  // the longest, and the length of rows here
+constexpr int64_t kChunk = 64;  // the longest chunk, and the row length of buffers here
 
 // Returns e^x, which is 0 for large negative x.
 NPU_OPS_INLINE float decay(double x) {
@@ -23,9 +23,9 @@ NPU_OPS_INLINE float decay(double x) {
 
 // One value head's tokens of a chunk.
 struct Tokens {
-  // `step`: the distance of a head's tokens. Sums are fp64: in fp32, a decay to 0 would leave no
-  // digits for the tokens after it. Log decays are limited to -1e5, because 0 times infinity would
-  // be NaN.
+  // `step`: elements from one token of a head to the next. Sums are fp64: in fp32, a decay to 0
+  // would leave no digits for the tokens after it. Log decays are limited to -1e5, because 0 times
+  // infinity would be NaN.
   Tokens(const float* g, const float* beta, int64_t step, int64_t count) : count(count) {
     double sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -35,11 +35,11 @@ struct Tokens {
     }
   }
   int64_t count;
-  double total[kChunk] = {};  // of the logarithms of the decays, up to a token's
+  double total[kChunk] = {};  // cumulative log decay, including the token's
   float beta[kChunk] = {};
 };
 
-// Writes how far what token j wrote has decayed at token i, for j up to i; 0 after it.
+// Sets row[j] to the decay from token j to token i if j <= i, else to 0.
 NPU_OPS_INLINE void decays(const Tokens& tokens, int64_t i, float* row) {
   for (int64_t j = 0; j < kChunk; ++j)
     row[j] = keep_if(j <= i, decay(tokens.total[i] - tokens.total[j]));
@@ -49,8 +49,8 @@ struct Square {
   alignas(64) float rows[kChunk][kChunk] = {};
 };
 
-// Writes inverse = (1 + L)^-1, where L is beta_i (k_i . k_j) decay_ij, j < i; and P = (q_i . k_j)
-// decay_ij, j <= i, if `qk` is given.
+// Writes inverse = (1 + L)^-1, where L is beta_i (k_i . k_j) decay_ij, j < i. If `qk` is given,
+// writes attention = (q_i . k_j) decay_ij, j <= i.
 NPU_OPS_CLONES void solve(const Tokens& tokens, const float* kk, const float* qk, float* inverse,
                           float* attention, Square& solved) {
   const int64_t count = tokens.count;
@@ -70,8 +70,9 @@ NPU_OPS_CLONES void solve(const Tokens& tokens, const float* kk, const float* qk
   }
 }
 
-// recalled [H, c or 2c, c]: k k^T, and q k^T below it. g, beta: [c, HV]. decay [3, G, H, c]: the
-// decay from the chunk's start to each token, the decay from it to the chunk's end, and beta.
+// recalled [H, c or 2c, c]: k k^T, and q k^T below it. g, beta: [c, HV]. decays_out [3, G, H, c]:
+// the decay from the chunk's start to each token, the decay from each token to the chunk's end, and
+// beta.
 void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional<Tensor> attention,
            Tensor decays_out) {
   const int64_t heads = recalled.size(0), rows = recalled.size(1), count = recalled.size(2);
@@ -96,8 +97,8 @@ void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional
 }
 
 // Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas. grad_solve
-// and grad_attention are the gradients of the matrices that `solve` makes, -L for the inverse;
-// their elements above the diagonal are not read.
+// is the gradient of -L, and grad_attention that of `attention` (see `solve`); their elements above
+// the diagonal are ignored.
 NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const float* qk,
                                    const float* grad_solve, const float* grad_attention,
                                    Square& dkk, Square& dqk, float* grad_beta, float* grad_total) {
@@ -122,9 +123,11 @@ NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const 
   for (int64_t i = 0; i < count; ++i) grad_total[i] -= columns[i];
 }
 
-// kept [G, H, c] and faded [G, H] are gradients by decays to the chunk's end: a token's, a state's.
-// grad_recalled [H, 2c, 2c] times [k; q] is added to the gradient of [k; q]. grad_beta_in,
-// grad_total: the shares that are known before. grad_g, grad_beta: [c, HV], written.
+// kept [G, H, c] and faded [G, H]: gradients of the log decays to the chunk's end, from each token
+// and from the chunk's start. grad_beta_in and grad_total_in [G, H, c]: earlier contributions to
+// the gradients of beta and of the cumulative log decays. Written: grad_g and grad_beta [c, HV],
+// and grad_recalled [H, 2c, 2c], whose product with [k; q] the caller adds to the gradient of [k;
+// q].
 void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor grad_solve,
                     Tensor grad_attention, Tensor grad_beta_in, Tensor grad_total_in, Tensor kept,
                     Tensor faded, Tensor grad_recalled, Tensor grad_g, Tensor grad_beta) {

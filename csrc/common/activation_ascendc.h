@@ -5,8 +5,8 @@
 
 namespace npu_ops {
 
-// Sets to = 1 / (1 + exp(-x)); exp may overflow to infinity, whose reciprocal is the right 0.
-// `ones` holds as many ones, because Reciprocal is an estimate. to is not x.
+// Sets to = 1 / (1 + exp(-x)). If exp overflows to infinity, the quotient is the correct 0. `ones`
+// holds `count` ones: Reciprocal would only be an estimate. `to` must not be x.
 __aicore__ inline void sigmoid(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                AscendC::LocalTensor<float> ones, int32_t count) {
   AscendC::Muls(to, x, -1.0f, count);
@@ -15,7 +15,7 @@ __aicore__ inline void sigmoid(AscendC::LocalTensor<float> to, AscendC::LocalTen
   AscendC::Div(to, ones, to, count);
 }
 
-// Sets to = exp(-|x|). to is not x.
+// Sets to = exp(-|x|). `to` must not be x.
 __aicore__ inline void exp_of_minus_abs(AscendC::LocalTensor<float> to,
                                         AscendC::LocalTensor<float> x, int32_t count) {
   AscendC::Abs(to, x, count);
@@ -23,8 +23,8 @@ __aicore__ inline void exp_of_minus_abs(AscendC::LocalTensor<float> to,
   AscendC::Exp(to, to, count);
 }
 
-// Sets to = sigmoid'(x) = e / (1 + e)^2 with e = exp(-|x|): sigmoid(x) * (1 - sigmoid(x)) is
-// inexact at large x. to and scratch are not x.
+// Sets to = sigmoid'(x) = e / (1 + e)^2 with e = exp(-|x|), because sigmoid(x) * (1 - sigmoid(x))
+// is inexact at large x. `to` and `scratch` must not be x.
 __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                      AscendC::LocalTensor<float> scratch, int32_t count) {
   exp_of_minus_abs(to, x, count);
@@ -34,8 +34,8 @@ __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::Lo
 }
 
 // Sets to = softplus(x) = max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) = 2 artanh(s) with
-// s = e / (2 + e) <= 1/3, by its series: Ln(1 + e) would lose the digits of a small e. to, s and t
-// are not x.
+// s = e / (2 + e) <= 1/3, computed by its series: Ln(1 + e) would lose the digits of a small e.
+// `to`, `s` and `t` must not be x.
 __aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                 AscendC::LocalTensor<float> s, AscendC::LocalTensor<float> t,
                                 int32_t count) {
@@ -55,15 +55,15 @@ __aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTe
   AscendC::Add(to, to, t, count);
 }
 
-// Splits x so that exp(A_log) softplus(x) = exp(A_log + far) softplus(near), whose factors do not
-// overflow or vanish where the product is a float. x becomes near = max(x, -17). Below -17,
-// softplus(x) is exp(x), so far = min(x + 17, 0). t is scratch.
+// Splits x so that exp(A_log) * softplus(x) = exp(A_log + far) * softplus(near). If the product is
+// representable in fp32, neither factor overflows or vanishes. On return x holds near = max(x,
+// -17). Below -17, softplus(x) is exp(x), so far = min(x + 17, 0). t is scratch.
 __aicore__ inline void part_softplus(AscendC::LocalTensor<float> x, AscendC::LocalTensor<float> far,
                                      AscendC::LocalTensor<float> t, int32_t count) {
   constexpr float kFar = -17.0f;
   AscendC::Adds(far, x, -kFar, count);
   AscendC::Mins(far, far, 0.0f, count);
-  // 0, or NaN where x is NaN: Maxs may turn a NaN into a number.
+  // t = 0, or NaN if x is NaN. It is added below because Maxs may turn a NaN into a number.
   exp_of_minus_abs(t, x, count);
   AscendC::Muls(t, t, 0.0f, count);
   AscendC::Maxs(x, x, kFar, count);

@@ -1,5 +1,5 @@
-// Helpers of AscendC kernels: element types known at run time, and rows of tiles between global
-// memory and the unified buffer. Included only by device code.
+// Helpers of AscendC kernels: copies of tiles between global memory and the unified buffer, and
+// casts of element types that are known only at run time. Included only by device code.
 #pragma once
 
 #include <kernel_operator.h>
@@ -8,16 +8,16 @@
 
 namespace npu_ops {
 
-// A tile of rows in global memory: `columns` elements of each, `pitch` elements apart.
+// A tile in global memory: `rows` rows of `columns` elements.
 struct TileShape {
   int32_t rows, columns;
-  int64_t pitch;  // of a single row nobody asks
+  int64_t pitch;  // elements from row to row; unused if there is one row
 };
 
 __aicore__ inline uint32_t bytes_of(ElementType type) { return type == kFloat32 ? 4 : 2; }
 __aicore__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Reads element `at` of a tensor of 64-bit or 32-bit integers, by the scalar unit.
+// Reads element `at` of an int64 (`wide`) or int32 tensor, on the scalar unit.
 __aicore__ inline int64_t integer(GM_ADDR from, bool wide, int64_t at) {
   AscendC::GlobalTensor<int64_t> of_wide;
   AscendC::GlobalTensor<int32_t> of_narrow;
@@ -26,8 +26,9 @@ __aicore__ inline int64_t integer(GM_ADDR from, bool wide, int64_t at) {
   return wide ? of_wide.GetValue(at) : of_narrow.GetValue(at);
 }
 
-// Returns whether sequences start at token 0, never before each other, and end among the tokens:
-// see npu_ops/core/lengths.py. Runs on the scalar unit, once per core.
+// Returns whether `starts`, the cu_seqlens with `sequences` + 1 elements, begins with 0, never
+// decreases and ends at or before `tokens`: see npu_ops/core/lengths.py. Runs on the scalar unit,
+// once per core.
 __aicore__ inline bool are_right(GM_ADDR starts, bool wide, int64_t sequences, int64_t tokens) {
   int64_t last = integer(starts, wide, 0);
   bool right = last == 0;
@@ -47,20 +48,20 @@ __aicore__ inline void Wait() {
   AscendC::WaitFlag<event>(id);
 }
 
-// Joins rows that are adjacent in both memories to one row, because each row costs a burst.
+// Merges rows that are contiguous in both memories into one row, because each row costs a burst.
 __aicore__ inline TileShape in_one_run(TileShape tile, int32_t stride) {
   const bool follows = tile.columns == stride && tile.pitch == stride;
   return follows ? TileShape{1, tile.rows * stride, 0} : tile;
 }
 
-// Copies rows of the tile as bytes, because the element type is known only at run time. In the
-// unified buffer they begin `stride` elements apart, a multiple of 16.
+// Copies the tile's rows as bytes, because the element type is known only at run time. In the
+// unified buffer, rows begin `stride` elements apart, a multiple of 16.
 __aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, ElementType type,
                                TileShape shape, int32_t stride) {
   const TileShape tile = in_one_run(shape, stride);
   const uint32_t size = bytes_of(type), bytes = tile.columns * size;
-  // A burst must begin behind the one before, so rows that overlap, e.g. expanded ones, are copied
-  // one by one.
+  // A burst must begin after the end of the burst before, so rows that overlap, e.g. of an expanded
+  // tensor, are copied one by one.
   const int64_t between = tile.pitch - tile.columns;
   const int32_t times = between < 0 ? tile.rows : 1, bursts = between < 0 ? 1 : tile.rows;
   const uint32_t gap = bursts == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
@@ -88,7 +89,7 @@ __aicore__ inline void copy_out(GM_ADDR to, AscendC::LocalTensor<uint8_t> from, 
       AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, gap, skipped, 0});
 }
 
-// The vector unit computes in fp32; only these functions know bf16 and fp16.
+// Kernels compute in fp32; only widen and narrow handle bf16 and fp16.
 __aicore__ inline void widen(AscendC::LocalTensor<float> to, AscendC::LocalTensor<uint8_t> from,
                              ElementType type, int32_t first, int32_t count) {
   using namespace AscendC;
@@ -111,8 +112,8 @@ __aicore__ inline void narrow(AscendC::LocalTensor<uint8_t> to, AscendC::LocalTe
     Cast(to.ReinterpretCast<bfloat16_t>()[first], from[first], RoundMode::CAST_RINT, count);
 }
 
-// Rows that fill their stride are processed as one run; between other rows lie elements that were
-// never written.
+// Calls f(first, count) for each run of valid elements. Rows that fill their stride are one run;
+// otherwise each row is a run, because the elements between rows were never written.
 template <class F>
 __aicore__ inline void each_run(TileShape tile, int32_t stride, F f) {
   if (tile.columns == stride) return f(0, tile.rows * stride);

@@ -20,7 +20,7 @@ inline const Tensor* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? &*tensor : nullptr;
 }
 
-// The tensors that a kernel accesses, null for an absent one, and their names: "x, weight, out".
+// The tensors that a kernel accesses, null if absent, and their names: "x, weight, out".
 struct KernelTensors {
   const char* names;
   std::vector<const Tensor*> tensors;
@@ -37,18 +37,18 @@ std::vector<const Tensor*> pointers(const T&... tensors) {
 
 ElementType element_type(const Tensor& tensor, const char* argument);
 
-// The result of `npu_ops.core.ascendc.target`: a device object, or its twin on the emulated NPU;
-// the device's vector cores and the bytes of unified buffer of each; and the current stream's
-// address.
+// The result of `npu_ops.core.ascendc.target`: the path of the kernel's binary (on the emulated
+// NPU, of its twin), the number of vector cores, the bytes of unified buffer per core, and the
+// address of the current stream.
 struct KernelTarget {
   const std::string& binary;
   int64_t cores, ub_bytes, stream;
 };
 
-// Runs `kernel` on the stream, on at most as many blocks as there are pieces of work. Its arguments
-// are the tensors' addresses, in their order, then the tiling.
+// Launches `kernel` on the stream with min(cores, pieces) blocks. The kernel's arguments are the
+// addresses of the tensors, in their order, followed by the tiling.
 //
-// Raises with the runtime's own sentence if a step fails.
+// Raises with the runtime's error message if a step fails.
 void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
                     const KernelTensors& tensors, const void* tiling, size_t bytes);
 

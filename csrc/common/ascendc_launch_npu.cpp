@@ -61,7 +61,7 @@ const Runtime& runtime() {
   return found;
 }
 
-// A binary is loaded into one device, so its functions belong to that device.
+// Loads each binary once per device: a loaded binary and its functions belong to one device.
 void* function_of(const std::string& binary, const std::string& kernel, int device) {
   static std::mutex mutex;
   static std::map<std::pair<std::string, int>, void*> binaries;

@@ -1,5 +1,5 @@
-// Index values that a kernel uses as memory offsets. They are checked here before anything is read
-// or written, because a compiled caller has had no other check.
+// Checks of index values that a kernel uses as memory offsets. They run before the kernel accesses
+// any memory: under torch.compile nothing else has checked the values.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace npu_ops {
 
-// An optional tensor of int32 or int64, of one dimension or two.
+// An optional int32 or int64 tensor, [rows] or [rows, columns].
 class Indices {
  public:
   explicit Indices(const std::optional<Tensor>& tensor) {
@@ -48,7 +48,7 @@ inline int64_t within(const char* name, int64_t index, int64_t low, int64_t high
   return index;
 }
 
-// Raises if two sequences would write to one place; `places` are the places that they write to.
+// Raises if `places`, the places that sequences write to, contains one twice.
 inline void check_distinct(const char* name, std::vector<int64_t> places) {
   std::sort(places.begin(), places.end());
   const auto twice = std::adjacent_find(places.begin(), places.end());
@@ -56,8 +56,8 @@ inline void check_distinct(const char* name, std::vector<int64_t> places) {
                   " twice, needs each at most once");
 }
 
-// Returns where sequences start and the last one ends, in `tokens` tokens. Tokens behind it are
-// unowned (npu_ops/core/lengths.py).
+// Returns the checked cu_seqlens: the start of each sequence and the end of the last, in `tokens`
+// tokens. Tokens after the last sequence are unowned (npu_ops/core/lengths.py).
 inline std::vector<int64_t> starts_of(const char* name, const Tensor& tensor, int64_t tokens) {
   const Indices indices(tensor);
   const int64_t count = indices.rows();

@@ -49,7 +49,8 @@ NPU_OPS_INLINE float log_1_plus(float e) {
   return 2.0f * s * p;
 }
 
-// log(1 + exp(x)) without overflow. From 17 on it is x, as from torch's threshold of 20 on.
+// log(1 + exp(x)) without overflow. For x >= 17 it rounds to x, so torch's threshold of 20 is not
+// needed.
 NPU_OPS_INLINE float softplus(float x, float exp_of_minus_magnitude) {
   return (x < 0.0f ? 0.0f : x) + log_1_plus(exp_of_minus_magnitude);
 }

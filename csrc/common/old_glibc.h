@@ -4,11 +4,11 @@
 
 #include <sstream>
 
-// In C++20, torch 2.7's headers need this symbol of gcc 11's libstdc++.
+// Instantiates a symbol that torch 2.7's headers need in C++20: libstdc++ has it only since gcc 11.
 template std::string std::stringbuf::str() const&;
 
-// Uses the dynamic loader's functions with the versions that they had before they moved into libc
-// (2.34).
+// Binds the dynamic loader's functions to the symbol versions that they had before glibc 2.34 moved
+// them into libc.
 #if defined(__GLIBC__) && defined(__x86_64__)
 #define NPU_OPS_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -21,8 +21,8 @@ NPU_OPS_OLD(dlsym);
 NPU_OPS_OLD(dlerror);
 #undef NPU_OPS_OLD
 
-// libstdc++ reads this variable to learn whether there is one thread; glibc has it since 2.32. Here
-// it says that there may be more, so reference counts are atomic.
+// libstdc++ skips atomic reference counts if this variable, which glibc has since 2.32, is not 0. 0
+// means that there may be other threads.
 extern "C" {
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 }

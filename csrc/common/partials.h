@@ -10,14 +10,13 @@
 
 namespace npu_ops {
 
-// Rows are summed in blocks, whose number does not depend on the number of threads: sums are the
+// Rows are summed in blocks. Their number does not depend on the number of threads, so sums are the
 // same on every machine. There are up to 64 blocks, because longer sums round more. One thread adds
-// the blocks' sums at the end. So if there are more than four blocks, each has enough rows to make
-// that cheap.
+// the blocks' sums at the end, so beyond four blocks each has enough rows to make that cheap.
 constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {
-  // cost: of a row, in elements, as in `parallel`.
+  // cost: work per row in elements, like `width` of `parallel`.
   Partials(int64_t rows, int64_t width, int64_t cost)
       : rows(rows),
         width(width),

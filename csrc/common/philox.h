@@ -23,9 +23,9 @@ NPU_OPS_INLINE uint32_t high_of_product(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((uint64_t{a} * b) >> 32);
 }
 
-// The counters (column, row, offset) of `count` columns. All rows share the first three rounds,
-// except for two words. A product mixes two words of four, so after two rounds c0 and c1 depend on
-// the column, c3 on the row, and c2 is the xor of a word of each.
+// Philox calls for the counters (column, row, offset) of `count` columns. A product mixes two words
+// of four, so after two rounds c0 and c1 depend on the column, c3 on the row, and c2 is the xor of
+// a column's word and a row's word. What depends on the column is computed once for all rows.
 class Philox {
  public:
   Philox(uint64_t seed, uint64_t offset, int64_t count)
@@ -38,8 +38,8 @@ class Philox {
           words_.data());
   }
 
-  // Writes the mask of a row, keep[lane * count + column]: all ones for an element that is kept,
-  // whose draw is at least `threshold`.
+  // Writes the mask of a row to keep[lane * count + column]: all ones if the element is kept, i.e.
+  // its draw is at least `threshold`, else 0.
   void keep_row(uint32_t row, uint16_t threshold, uint16_t* keep) const {
     const uint32_t own = high_of_product(kSecondFactor, offset_) ^ low_[0] ^ row;
     uint32_t c[4][kPiece];
@@ -53,9 +53,9 @@ class Philox {
   }
 
  private:
-  static constexpr int64_t kPiece = 128;  // columns whose words stay in the first cache
+  static constexpr int64_t kPiece = 128;  // columns whose words fit in the L1 cache
 
-  // Writes the columns' share in c2 before the third round, and in c0, c2 and c3 after it.
+  // Writes what depends on the column: of c2 before the third round, and of c0, c2, c3 after it.
   NPU_OPS_CLONES static void share(const uint32_t* low, const uint32_t* high, uint32_t c1,
                                    uint32_t c3, int64_t count, uint32_t* words) {
 #pragma GCC ivdep
@@ -70,7 +70,7 @@ class Philox {
     }
   }
 
-  // before, after: the row's share in c2.
+  // before, after: the row's part of c2 before and after the third round.
   NPU_OPS_CLONES static void third_round(const uint32_t* words, int64_t step, uint32_t before,
                                          uint32_t after, uint32_t (*c)[kPiece], int64_t count) {
 #pragma GCC ivdep
@@ -99,9 +99,9 @@ class Philox {
   }
 
 #ifdef NPU_OPS_X86_CLONES
-  // The same in 64-bit lanes: once for the even columns, once for the odd ones. The multiply does
-  // not read their high halves. GCC compiles the loop above to shuffles, and dropout takes 1.7
-  // times as long. This function can go when GCC multiplies the low halves of 64-bit lanes.
+  // The same rounds in 64-bit lanes, for even and odd columns in turn: the multiply ignores the
+  // high halves of its lanes. GCC compiles the loop above to shuffles, with which dropout takes 1.7
+  // times as long. Remove when GCC multiplies the low halves of 64-bit lanes.
   NPU_OPS_AVX2 static void more_rounds(const uint32_t* low, const uint32_t* high,
                                        uint32_t (*c)[kPiece], int64_t count) {
     const __m256i first = _mm256_set1_epi64x(kFirstFactor);

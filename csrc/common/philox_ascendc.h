@@ -14,7 +14,7 @@ class Philox {
   using Words = AscendC::LocalTensor<int32_t>;
   static constexpr int32_t kBuffers = 10;  // of `count` words each, in the memory given to Init
 
-  // `count`: how many of each of the four words a call makes; a multiple of 64.
+  // `count`: Philox calls per Draw, a multiple of 64. Each makes one element of each of four words.
   __aicore__ inline void Init(Words memory, int32_t count) {
     count_ = count;
     for (int32_t i = 0; i < 4; ++i) word_[i] = memory[i * count];

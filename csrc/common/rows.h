@@ -12,7 +12,7 @@
 
 namespace npu_ops {
 
-// The rows of one tensor: for each outer index, `inner` rows a step apart.
+// The rows of one tensor: for each outer index, `inner` rows that are `step` elements apart.
 struct Rows {
   explicit Rows(const Tensor& tensor) {
     if (tensor.dim() != 3) {
@@ -22,15 +22,15 @@ struct Rows {
     }
     outer = tensor.size(0), outer_step = tensor.stride(0);
     inner = tensor.size(1), step = tensor.stride(1);
-    if (inner == 1) {  // longer runs
+    if (inner == 1) {  // one run of many rows, not many runs of one row
       std::swap(outer, inner);
       std::swap(outer_step, step);
     }
   }
   int64_t at(int64_t outer, int64_t row) const { return outer * outer_step + row * step; }
 
-  // Calls body(outer, first, count) for rows [begin, end), as runs of `count` rows from `first` on
-  // of one outer index.
+  // Splits rows [begin, end) into runs that share an outer index, and calls body(outer, first,
+  // count) for each: `count` rows from inner index `first` on.
   template <class Body>
   void runs(int64_t begin, int64_t end, const Body& body) const {
     while (begin < end) {
@@ -63,7 +63,7 @@ RowsOf<T> rows_out(const Tensor& tensor) {
   return {tensor, output<T>(tensor)};
 }
 
-// One thread's access to the rows of a tensor, see Row.
+// One thread's access to the rows of a tensor, which Row (widen.h) converts if needed.
 template <class T>
 struct RowBuffer {
   explicit RowBuffer(const RowsOf<T>& rows) : rows(rows), row(rows.width) {}
@@ -81,7 +81,7 @@ struct RowBuffer {
 };
 
 // Runs body(index, row...) for rows [begin, end) of tensors of one shape. index: the row's inner
-// index. A row of fp16 may be passed as one of fp32, see Row.
+// index. Row may convert an fp16 row, so that body gets a float pointer.
 template <class Body, class... T>
 void each_row_of(int64_t begin, int64_t end, const Body& body, const RowsOf<T>&... rows) {
   std::tuple<RowBuffer<T>...> all{RowBuffer<T>(rows)...};

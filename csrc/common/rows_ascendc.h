@@ -1,8 +1,9 @@
 // Kernels that work on rows: they copy tiles between global memory and fp32 in the unified buffer,
 // and sum along rows and over rows. Included only by device code.
 //
-// In fp32 a tile's rows begin `stride` elements apart. The elements between them are set once, when
-// a buffer is made, and computed along; they are never used.
+// In fp32 buffers, the rows of a tile begin `stride` elements apart. The padding between rows is
+// initialised once, when a buffer is made. Instructions compute on it too, but its values are never
+// used.
 #pragma once
 
 #include "common/ascendc.h"
@@ -25,7 +26,7 @@ __aicore__ inline RowTile rows_among(RowTile tile, int64_t first, int64_t count)
   return {0, begin, static_cast<int32_t>(end - begin), tile.column, tile.columns};
 }
 
-constexpr int32_t kLanes = 64;  // floats of a vector instruction's repeat
+constexpr int32_t kLanes = 64;  // floats per repeat of a vector instruction
 
 class Rows {
  public:
@@ -44,14 +45,15 @@ class Rows {
     return floats((tiling_.tile_rows + 7) / 8 * 8, value);
   }
 
-  // Two tiles of a tensor, so that one is copied while the other is used. Each uses an event, and a
-  // pair of pipes has eight: a kernel has at most four such queues in each direction.
+  // Allocates two tiles of a tensor, so that one is copied while the other is used. Each tile uses
+  // an event, and a pair of pipes has eight events, so a kernel has at most four such queues in
+  // each direction.
   template <class Queue>
   __aicore__ inline void make(Queue& queue, const RowTensor& tensor) {
     pipe_.InitBuffer(queue, 2, tiling_.elements * bytes_of(type(tensor)));
   }
 
-  // A buffer for fp32; tensors of any dtype use the queue in turn.
+  // Allocates two fp32 tiles for a queue that tensors of several dtypes use in turn.
   template <class Queue>
   __aicore__ inline void make(Queue& queue) {
     pipe_.InitBuffer(queue, 2, tiling_.elements * sizeof(float));
@@ -111,8 +113,8 @@ class Rows {
     unload(queue, to, tensor, tile);
   }
 
-  // Takes the next tile of a queue unchanged; of a queue that binds loads to stores, the loaded
-  // tile.
+  // Copies the next tile of a queue to global memory unchanged. If the queue binds loads to stores
+  // (TQueBind), that is the loaded tile.
   template <class Queue>
   __aicore__ inline void unload(Queue& queue, GM_ADDR to, const RowTensor& tensor, RowTile tile) {
     AscendC::LocalTensor<uint8_t> from = queue.template DeQue<uint8_t>();
@@ -123,8 +125,7 @@ class Rows {
     queue.FreeTensor(from);
   }
 
-  // Computes partial += values * values2, where elements go to the same column modulo 64; both are
-  // tiles, partial is [tile_rows, 64].
+  // Adds column c of `product`, a tile, to column c % 64 of `partial`, [tile_rows, 64].
   __aicore__ inline void add_products(Floats partial, Floats product, RowTile tile) {
     const auto apart = static_cast<uint8_t>(tiling_.stride / 8);
     for (int32_t column = 0; column < tile.columns; column += kLanes)
@@ -132,7 +133,7 @@ class Rows {
                    {1, 1, 1, 8, 8, apart});
   }
 
-  // Sums the rows of `partial`, and sets them to 0.
+  // Sets `sums` to the sum of each row of `partial`, and `partial` to 0.
   __aicore__ inline void finish_sums(Floats sums, Floats partial, RowTile tile) {
     AscendC::WholeReduceSum(sums, partial, kLanes, tile.rows, 1, 1, 8);
     AscendC::Duplicate(partial, 0.0f, tile.rows * kLanes);
@@ -212,8 +213,7 @@ class Rows {
     narrow(to, from, type, 0, count(tile));
   }
 
-  // Calls f(first row of the tile, offset in the tensor, shape) for runs of rows at equal
-  // distances.
+  // Calls f(row in the tile, offset in the tensor, shape) for runs of rows at equal distances.
   template <class F>
   __aicore__ inline void each_copy(const RowTensor& tensor, RowTile tile, F f) {
     const bool even = tensor.outer == tiling_.inner * tensor.inner;

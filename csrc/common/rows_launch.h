@@ -8,7 +8,8 @@
 
 namespace npu_ops {
 
-// Returns one group with all rows of an [outer, inner, width] tensor, without the cut.
+// Returns one group with all rows of an [outer, inner, width] tensor; cut_rows sets the other
+// fields.
 inline RowsTiling rows_of(const Tensor& tensor) {
   RowsTiling rows{};
   rows.rows = tensor.size(0) * tensor.size(1);
@@ -18,7 +19,8 @@ inline RowsTiling rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// Returns the places of those rows. A dimension of size 1 gets the stride that makes them one run.
+// Returns the strides and dtype of those rows. A dimension of size 1 gets the stride that makes all
+// rows one run.
 inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
   RowTensor made{0, tensor.stride(0), tensor.stride(1), element_type(tensor, argument)};
   if (tensor.size(1) == 1) made.inner = made.outer;
@@ -26,7 +28,8 @@ inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
   return made;
 }
 
-// As above, but with groups, inner is their number, and a group is a run of columns.
+// Like rows_of. But with several groups, the tensor is [rows, groups, width], and group g is
+// tensor[:, g].
 inline RowsTiling grouped_rows_of(const Tensor& tensor, int32_t groups) {
   RowsTiling rows = rows_of(tensor);
   if (groups == 1) return rows;
@@ -42,7 +45,7 @@ inline RowTensor grouped_row_tensor(const Tensor& tensor, int32_t groups, const 
   return {tensor.stride(1), apart, apart, element_type(tensor, argument)};
 }
 
-// Returns the bytes of an element in two tiles of each tensor.
+// Returns the bytes per element that two tiles of each tensor need.
 inline int64_t doubled(std::initializer_list<const Tensor*> tensors) {
   int64_t bytes = 0;
   for (const Tensor* tensor : tensors) bytes += tensor ? 2 * tensor->element_size() : 0;

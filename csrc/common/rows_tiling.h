@@ -1,25 +1,26 @@
 // How AscendC kernels cut rows into tiles; host and device share this file.
 //
-// A tensor is groups of rows of `width` columns. A piece of work is `piece_rows` rows of a group,
-// and a core takes every blocks-th piece. A tile is `tile_rows` rows of it by `chunk` columns.
+// A tensor has `groups` groups of `rows` rows of `width` columns. A piece of work is `piece_rows`
+// rows of one group; of n blocks, each takes every n-th piece. A tile is `tile_rows` rows of a
+// piece by `chunk` columns.
 #pragma once
 
 #include "common/ascendc_types.h"
 
 namespace npu_ops {
 
-// The places of a tensor's rows: the strides in elements. Columns are contiguous.
+// The strides of a tensor's rows, in elements. Columns are contiguous.
 struct RowTensor {
   int64_t group, outer, inner;
   int32_t type;  // ElementType
 };
 
 struct RowsTiling {
-  int64_t rows, inner;  // of a group; rows before the outer stride counts
+  int64_t rows, inner;  // rows per group, and per outer index
   int64_t piece_rows;
   int32_t groups, width, chunk, tile_rows;
-  int32_t stride;    // of a tile's rows, elements: the chunk, up to a multiple of 16
-  int32_t elements;  // of a tile: tile_rows * stride
+  int32_t stride;    // between rows of a tile: chunk, rounded up to a multiple of 16
+  int32_t elements;  // per tile: tile_rows * stride
 
   NPU_OPS_SHARED int32_t chunks() const { return (width + chunk - 1) / chunk; }
   // The elements of a row, rounded up to a multiple of 16.
@@ -28,13 +29,13 @@ struct RowsTiling {
   NPU_OPS_SHARED int64_t pieces() const { return groups * pieces_of_group(); }
 };
 
-// The rows of a vector instruction lie at most 255 blocks of 32 bytes apart, and it repeats at most
-// 255 times.
+// A vector instruction repeats at most 255 times, and its rows are at most 255 blocks of 32 bytes
+// apart.
 constexpr int64_t kWidestChunk = 2032, kMostRows = 248;
 
-// Computes the cut. `element_bytes`, `row_bytes`, `fixed_bytes`: bytes of the unified buffer for an
-// element of a tile, for one of its rows, and for everything else. `cores`: all of them get work if
-// there is enough.
+// Computes the sizes of pieces and tiles. `element_bytes`, `row_bytes`, `fixed_bytes`: bytes of the
+// unified buffer per element of a tile, per row of a tile, and for everything else. All `cores` get
+// work if there are enough rows.
 inline void cut_rows(RowsTiling& tiling, int64_t cores, int64_t ub_bytes, int64_t element_bytes,
                      int64_t row_bytes, int64_t fixed_bytes) {
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };

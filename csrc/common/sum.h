@@ -9,8 +9,8 @@
 
 namespace npu_ops {
 
-// Returns the sum of term(i) for i in [0, width). For one width the order is the same on every
-// machine; only fused multiply-adds may differ.
+// Returns the sum of term(i) for i in [0, width). The order of the additions depends on the width
+// alone; only fused multiply-adds differ between machines.
 template <class Term>
 NPU_OPS_INLINE float sum(int64_t width, const Term& term) {
   float lanes[kLanes] = {};
@@ -31,8 +31,8 @@ NPU_OPS_INLINE void read(const bf16* at, Lanes& to) {
                                << 16);
 }
 
-// Returns the sum of a[i] * b[i] for i in [0, width). With `sum`, the compiler keeps the lanes in
-// memory, and l2norm takes 1.4 times as long.
+// Returns the sum of a[i] * b[i] for i in [0, width). It avoids `sum`, whose lanes the
+// compiler keeps in memory: with it, l2norm takes 1.4 times as long.
 template <class A, class B>
 NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
   if constexpr (std::is_same_v<A, fp16> || std::is_same_v<B, fp16>) {

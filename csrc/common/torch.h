@@ -38,7 +38,7 @@ inline int device_index(const Tensor& tensor) { return tensor.get_device_index()
 #include <torch/library.h>
 
 #define STABLE_TORCH_LIBRARY_IMPL TORCH_LIBRARY_IMPL
-#undef STD_TORCH_CHECK  // some of these have it, with another error than TORCH_CHECK's
+#undef STD_TORCH_CHECK  // in some of these versions, it raises another error type
 #define STD_TORCH_CHECK TORCH_CHECK
 #define TORCH_BOX(function) function
 

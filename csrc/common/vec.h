@@ -1,5 +1,5 @@
 // Element types of the kernels: storage types that convert to and from float in loops that the
-// compiler can vectorise. torch's own BFloat16 and Half convert through branches, which it cannot.
+// compiler can vectorise. torch's BFloat16 and Half convert through branches, which prevent that.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,8 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define NPU_OPS_X86_CLONES 1
 #define NPU_OPS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-// Two functions of one name: the loader picks the first on machines with AVX2 and its conversions.
+// For two versions of one function: the loader picks the first on machines with AVX2 and its fp16
+// conversions.
 #define NPU_OPS_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define NPU_OPS_WITHOUT_AVX2 __attribute__((target("default")))
 #else
@@ -26,8 +27,8 @@
 
 namespace npu_ops {
 
-// The width of explicit vectors: that of AVX2 or NEON. If a sum has longer vectors than the
-// machine, the compiler keeps it in memory, and a matrix product takes six times as long.
+// Floats per explicit vector: those of AVX2 or NEON. If accumulators are wider than the machine's
+// vectors, the compiler keeps them in memory, and a matrix product takes six times as long.
 #if defined(__x86_64__)
 constexpr int kFloats = 8;
 #else
@@ -53,8 +54,9 @@ NPU_OPS_INLINE float load(bf16 value) {
 NPU_OPS_INLINE float load(fp16 value) { return std::bit_cast<__fp16>(value.bits); }
 #else
 // Half to float without tables or branches: shift into place, rescale the exponent by a multiply
-// (which also makes subnormals right), then restore infinities and NaN. Choices are made between
-// floats: GCC narrows a choice between words to 16 bits, and packs both of them and the condition.
+// (which also makes subnormals right), then restore infinities and NaN. The select is between
+// floats: GCC narrows a select between integers to 16 bits, and packs both values and the
+// condition.
 NPU_OPS_INLINE float load(fp16 value) {
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   const float scaled = std::bit_cast<float>(shifted) * 0x1p112f;
@@ -67,8 +69,8 @@ NPU_OPS_INLINE float load(fp16 value) {
 
 NPU_OPS_INLINE void store(float* out, float value) { *out = value; }
 
-// Round to nearest even; a NaN stays a NaN (its payload is quieted). The choice is made between
-// floats, as for fp16 above.
+// Round to nearest even; a NaN stays a NaN (its payload is quieted). The select is between floats,
+// as for fp16 above.
 NPU_OPS_INLINE void store(bf16* out, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const float rounded = std::bit_cast<float>(bits + (0x7fffu + ((bits >> 16) & 1u)));
@@ -83,7 +85,7 @@ NPU_OPS_INLINE void store(fp16* out, float value) {
 }
 #else
 // Round to nearest even. Small values are rounded by adding the number whose unit in the last place
-// is half's smallest step. Candidates are half's bits in a float's.
+// is half's smallest step. Each candidate is a float whose low bits are the bits of a half.
 NPU_OPS_INLINE void store(fp16* out, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
   const float size = std::bit_cast<float>(magnitude);
@@ -97,7 +99,8 @@ NPU_OPS_INLINE void store(fp16* out, float value) {
 }
 #endif
 
-// The value, or 0. Bits and not a condition: plain x86-64 has no masked move, and 0 * inf is NaN.
+// Returns the value if it is kept, else 0. Masks the bits: plain x86-64 has no masked move, and a
+// product of inf and 0 is NaN.
 NPU_OPS_INLINE float keep_if(bool kept, float value) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & -static_cast<uint32_t>(kept));
 }

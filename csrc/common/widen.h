@@ -1,5 +1,5 @@
-// Rows of any type to rows of fp32 and back. GCC 12 does not vectorise the machine's conversions of
-// fp16, which take a fifth of the time of those with integers (vec.h).
+// Converts rows of any type to fp32 and back. GCC 12 does not vectorise the fp16 conversion
+// instructions, which take a fifth of the time of the integer code in vec.h.
 #pragma once
 
 #include <cstdint>

@@ -36,8 +36,8 @@ class Rows {
   int64_t stride_;
 };
 
-// Returns where sequence n begins and ends in the tokens: from `cu_seqlens`, or all have `length`
-// tokens.
+// Where sequence n begins and ends among the tokens: given by `cu_seqlens`, or each sequence has
+// `length` tokens.
 class Spans {
  public:
   Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens) {

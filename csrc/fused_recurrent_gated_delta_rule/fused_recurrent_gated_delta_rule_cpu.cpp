@@ -20,7 +20,8 @@ struct Token {
   const float *v, *beta, *value_decay;  // [kBlock]
 };
 
-// Decays the state, moves its value for k towards v, and reads it with q.
+// One step of the delta rule: decays the state, moves its value for k towards v, and writes its
+// value for q to `out`.
 NPU_OPS_CLONES void advance(float* state, int64_t keys, Token token, float* out) {
   float change[kBlock] = {};
   for (int64_t i = 0; i < keys; ++i) {
@@ -63,10 +64,10 @@ struct StateLayout {
   }
 };
 
-// Tokens between two states that the backward stores; the states between them are computed again.
+// Tokens between two states that the backward stores; it recomputes the states between them.
 constexpr int64_t kSegment = 32;
 
-// The inputs of a call, and the offsets of a head's tokens in them.
+// The inputs of a call, the sizes of its heads, and where its sequences begin.
 struct Inputs {
   Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& g,
          const std::optional<Tensor>& gk, const std::optional<Tensor>& gv, const Tensor& beta,
@@ -198,7 +199,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
   });
 }
 
-// A token's share of the gradients. For keys: the sums over all blocks and value heads of a head.
+// The gradients of one token. Those by key are sums over all blocks and value heads of a head.
 struct TokenGradient {
   float *q, *k, *log_key_decay;       // [keys], added to
   float *v, *beta, *log_value_decay;  // [kBlock], written

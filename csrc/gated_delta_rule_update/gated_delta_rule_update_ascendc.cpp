@@ -1,10 +1,11 @@
 // gated_delta_rule_update for Ascend910B and Ascend910_93. Reference:
 // npu_ops/ops/gated_delta_rule_update/reference.py
 //
-// A piece of work is a block of values of a head of a sequence; blocks are independent of each
-// other. Its state is loaded once, stays on chip in fp32 for all tokens, and is stored where the
-// caller wants it. The next piece, or the next few tokens, are loaded before this one is computed.
-// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
+// A piece of work is a block of values of one head of one sequence; blocks are independent of each
+// other. The state of a piece is loaded once, stays on chip in fp32 for all tokens, and is stored
+// where the caller wants it. The next tile, of this piece or the next one, is loaded before this
+// one is computed. bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues
+// order the copies.
 #include "common/activation_ascendc.h"
 #include "common/ascendc.h"
 #include "gated_delta_rule_update/gated_delta_rule_update_tiling.h"
@@ -16,9 +17,9 @@ using namespace AscendC;
 using Floats = LocalTensor<float>;
 using Bytes = LocalTensor<uint8_t>;
 
-constexpr int32_t kLanes = 64;     // floats of a vector instruction's repeat
-constexpr int32_t kRepeats = 248;  // of an instruction, and a multiple of 8
-constexpr int32_t kOwnBlock = 16;  // elements of a number that is loaded alone
+constexpr int32_t kLanes = 64;     // floats per repeat of a vector instruction
+constexpr int32_t kRepeats = 248;  // of one instruction: at most 255, and a multiple of 8
+constexpr int32_t kOwnBlock = 16;  // elements on chip for a single number
 
 struct Arguments {
   __gm__ uint8_t *q, *k, *v, *a, *b, *rate, *bias, *state, *indices, *starts, *accepted, *kept,
@@ -30,8 +31,8 @@ struct Tile {
   int64_t piece, n, begin, end, token;
   int32_t head, value, width, count;  // width: of the values from `value` on
   int64_t slot, row, accepted;        // row: of the intermediate states, -1 for none
-  bool live;                          // there is a state, and its places are right
-  float nothing;                      // what outputs are otherwise
+  bool live;                          // the sequence has a state, and its indices are valid
+  float nothing;                      // the output if not live: 0 if skipped, else NaN
 
   __aicore__ inline bool first() const { return token == begin; }
   __aicore__ inline bool last() const { return token + count == end; }
@@ -147,8 +148,8 @@ class Update {
     return tile;
   }
 
-  // Finds where a sequence begins and ends. Unowned tokens are after the last sequence; if starts
-  // are invalid, all tokens are unowned.
+  // Finds where a sequence begins and ends. One more sequence, after the last, has the unowned
+  // tokens: those after the last sequence, or all tokens if starts are invalid.
   __aicore__ inline void FindTokens(Tile& tile) const {
     if (!given_.starts) {
       tile.begin = tile.n * tiling_.length;
@@ -301,7 +302,8 @@ class Update {
              [&](int32_t first, int32_t count) { widen(to, from, type(of), first, count); });
   }
 
-  // Eight lanes for each token: decay = exp(-exp(A_log) softplus(a + dt_bias)), beta = sigmoid(b).
+  // Computes decay = exp(-exp(A_log) softplus(a + dt_bias)) and beta = sigmoid(b), in eight lanes
+  // for each token.
   __aicore__ inline void Gates(Bytes from, int32_t count) {
     Numbers(x_, from[a_at_], tiling_.a_type, count, token_);
     Numbers(t_, from[bias_at_], tiling_.bias_type, 1, head_);
@@ -323,14 +325,14 @@ class Update {
     Div(beta_, ones_, x_, kLanes);
   }
 
-  // Writes single numbers to the lanes that `lanes` selects.
+  // Widens `count` single numbers, and copies to each lane of `to` the one that `lanes` selects.
   __aicore__ inline void Numbers(Floats to, Bytes from, int32_t of, int32_t count,
                                  LocalTensor<uint32_t> lanes) {
     Widen(wide_, from, of, {count, 1, 0}, kOwnBlock);
     Gather(to, wide_, lanes, 0, static_cast<uint32_t>(kLanes));
   }
 
-  // Computes rows *= scale / sqrt(sum of squares + 1e-6). Rsqrt is inexact.
+  // Computes rows *= scale / sqrt(sum of squares + 1e-6), without Rsqrt, which is inexact.
   __aicore__ inline void Normalize(Floats rows, int32_t count, float scale) {
     const auto apart = static_cast<uint8_t>(key_stride_ / 8);
     SumOfProducts(norm_, rows, rows, count, key_stride_, key_stride_);
@@ -344,8 +346,8 @@ class Update {
     });
   }
 
-  // Sums rows * others along `keys` into `sums`. The rows of `others` begin so many elements apart;
-  // 0: one row for all.
+  // Sums rows * others along `keys` into `sums`. If others_stride is 0, `others` is one row for all
+  // rows.
   __aicore__ inline void SumOfProducts(Floats sums, Floats rows, Floats others, int32_t count,
                                        int32_t stride, int32_t others_stride) {
     const BinaryRepeatParams apart{
@@ -365,7 +367,7 @@ class Update {
     state_queue_.FreeTensor(from);
   }
 
-  // Computes the state after token i, and q's output from it.
+  // Computes the state after token i, and the output: that state's value for q.
   __aicore__ inline void Advance(const Tile& tile, int32_t i) {
     const Floats q = q_[i * key_stride_], k = k_[i * key_stride_], o = o_[i * value_stride_];
     const int32_t rows = StateShape(tile).rows;
@@ -418,7 +420,7 @@ class Update {
     }
   }
 
-  // Sums the state's rows, which are keys, each times its block of `spread`, into `sums`. Rows
+  // Sums the state's rows, one per key, each times its block of `spread`, into `sums`. Rows
   // kSumRows apart are added first.
   __aicore__ inline void SumOverKeys(Floats sums, Floats spread, int32_t width) {
     const int32_t keys = tiling_.keys;
@@ -451,8 +453,8 @@ class Update {
 
   // ---- stores ----
 
-  // Stores the state after token i, if each token's state is kept. A token with an invalid place
-  // has no output.
+  // Stores the state after token i, if each token's state is kept. If the token's slot is invalid,
+  // its output becomes NaN.
   __aicore__ inline void Keep(const Tile& tile, int32_t i) {
     const int64_t step = tile.token - tile.begin + i;
     if (tile.row >= 0) StoreState(InKept(tile, step), tile);
@@ -494,7 +496,7 @@ class Update {
   GatedDeltaRuleUpdateTiling tiling_;
   Arguments given_;
   int32_t key_stride_, value_stride_, state_stride_;  // of rows on chip, elements
-  bool right_;                                        // what starts say
+  bool right_;                                        // starts are valid or absent
   int32_t k_at_, v_at_, a_at_, b_at_, rate_at_, bias_at_;
   TQue<TPosition::VECIN, 2> token_queue_, state_queue_;
   TQue<TPosition::VECOUT, 2> kept_queue_, o_queue_;

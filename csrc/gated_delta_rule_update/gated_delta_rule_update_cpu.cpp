@@ -1,4 +1,4 @@
-// Gated Delta Net's decoding step on the CPU. Reference:
+// The decode step of Gated Delta Net on the CPU. Reference:
 // npu_ops/ops/gated_delta_rule_update/reference.py
 #include <algorithm>
 #include <cmath>
@@ -15,9 +15,9 @@ namespace {
 // states.
 struct Sequence {
   int64_t n, begin, end;
-  bool starts_kept;   // from the intermediate states
+  bool starts_kept;   // its first state is an intermediate state
   int64_t slot, row;  // in the pool, and of the intermediate states (-1: none)
-  int64_t step;       // of that row
+  int64_t step;       // if starts_kept: which of the row's states
 };
 
 struct Call {
@@ -103,8 +103,8 @@ struct Token {
   float decay, beta;
 };
 
-// Decays the state [keys, values], moves its value for k towards v, and reads it with q. change:
-// memory for a row.
+// One step of the delta rule: decays the state [keys, values], moves its value for k towards v, and
+// writes its value for q to `out`. change: scratch for a row.
 NPU_OPS_CLONES void advance_columns(float* state, int64_t keys, int64_t values, Token token,
                                     float* change, float* out) {
   std::fill_n(change, values, 0.0f);

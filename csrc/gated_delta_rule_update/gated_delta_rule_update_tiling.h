@@ -5,7 +5,8 @@
 
 namespace npu_ops {
 
-// Tokens on chip at once: a repeat of a vector instruction has a block for each.
+// The most tokens on chip at once: a repeat of a vector instruction has eight blocks, one per
+// token.
 constexpr int32_t kTileTokens = 8;
 // Rows of partial sums, for sums over rows.
 constexpr int32_t kSumRows = 32;
@@ -13,19 +14,20 @@ constexpr int32_t kSumRows = 32;
 constexpr int32_t kMostKeys = 256;
 
 struct GatedDeltaRuleUpdateTiling {
-  // length: of each sequence, unless they are packed. rows, steps: of intermediate states; without
-  // those, steps are the slots of a sequence.
+  // length: tokens per sequence, unless they are packed. rows, steps: the first two sizes of the
+  // intermediate states. Without them, steps is the number of slots per sequence, or 0 for a single
+  // one.
   int64_t sequences, length, tokens, slots, rows, steps;
   int64_t q_token, k_token, v_token, a_token, b_token;  // elements from one token to the next
   int64_t state_slot, kept_row, kept_step, index_sequence, index_token;
   int32_t heads, value_heads, keys, values;
   int32_t q_type, k_type, v_type, a_type, b_type, rate_type, bias_type, state_type;  // ElementType
-  int32_t wide_indices, wide_starts, wide_accepted, wide_kept;  // whether of 64 bits
+  int32_t wide_indices, wide_starts, wide_accepted, wide_kept;  // whether int64
   int32_t packed, normalize, v_first, update, slot_per_token;
   float scale;
 
-  int32_t block;        // values of a piece of work
-  int32_t tile_tokens;  // that are on chip at once
+  int32_t block;        // values per piece of work
+  int32_t tile_tokens;  // tokens on chip at once
 
   NPU_OPS_SHARED int32_t blocks() const { return (values + block - 1) / block; }
   // Sequences to process: for packed tokens, one more, which has the unowned tokens.
@@ -34,7 +36,7 @@ struct GatedDeltaRuleUpdateTiling {
   // The stride of rows on chip, in elements.
   NPU_OPS_SHARED int32_t key_stride() const { return (keys + 15) / 16 * 16; }
   NPU_OPS_SHARED int32_t value_stride() const { return (block + 15) / 16 * 16; }
-  // A piece's state on chip: its rows are values, or keys.
+  // The state of a piece on chip: [values, keys] if v_first, else [keys, values].
   NPU_OPS_SHARED int32_t state_rows() const { return v_first ? block : keys; }
   NPU_OPS_SHARED int32_t state_stride() const { return v_first ? key_stride() : value_stride(); }
   NPU_OPS_SHARED int32_t state_elements() const { return state_rows() * state_stride(); }
@@ -60,7 +62,7 @@ inline int64_t on_chip(const GatedDeltaRuleUpdateTiling& t) {
   return state + 2 * (loaded + stored) + 4 * (wide + spread + gates + t.partial_elements());
 }
 
-// Computes the cut: of the blocks that fit, those that finish first.
+// Chooses the block: of the sizes that fit, the one with the least estimated time.
 inline void cut(GatedDeltaRuleUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
   const int64_t step = tiling.v_first ? 8 : 16, overhead = 8;
   const int64_t most = tiling.packed ? tiling.tokens : tiling.length;
@@ -70,7 +72,7 @@ inline void cut(GatedDeltaRuleUpdateTiling& tiling, int64_t cores, int64_t ub_by
     GatedDeltaRuleUpdateTiling tried = tiling;
     tried.block =
         static_cast<int32_t>(((tiling.values + blocks - 1) / blocks + step - 1) / step * step);
-    // The rows of a state are rows of one instruction.
+    // One instruction processes all rows of a block, and repeats at most 255 times.
     if (tried.block > 248 || on_chip(tried) > ub_bytes - kReservedBytes) continue;
     const int64_t time = (tried.pieces() + cores - 1) / cores * (tried.block + overhead);
     if (least >= 0 && time >= least) continue;

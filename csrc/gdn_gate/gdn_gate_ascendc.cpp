@@ -41,8 +41,8 @@ class Gate {
     rows_.plus_row(x_, bias_, tile);
   }
 
-  // exp(A_log) softplus(x) = root^2 plus, and its derivative by x is root^2 sigmoid of what x
-  // becomes.
+  // Computes root and plus, so that exp(A_log) softplus(x) = root^2 plus. The derivative by x is
+  // root^2 sigmoid(x_), where x_ is changed here (part_softplus).
   __aicore__ inline void Softplus(RowTile tile) {
     const int32_t count = rows_.count(tile);
     part_softplus(x_, root_, t_, count);

@@ -19,7 +19,7 @@ RowTensor vector(const Tensor* tensor, const char* argument) {
   return tensor ? RowTensor{0, 0, 0, element_type(*tensor, argument)} : RowTensor{};
 }
 
-// Returns the tiling without the cut and without the gradients that backward writes.
+// Returns the tiling without the sizes that cut_rows sets, and without grad_a and grad_b.
 GdnGateTiling tiling_of(const Tensor& a, const Tensor& A_log, const Optional& dt_bias,
                         const Optional& b, double scale, const Tensor& g, const Tensor* beta) {
   GdnGateTiling tiling{};

@@ -13,9 +13,10 @@ struct GdnGateTiling {
   float scale;
 };
 
-// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and of b pass through one queue in
-// turn, and those of their gradients through another: as floats, two of each. In addition, there
-// are rows of parameters, and in backward the sums of two gradients, each a whole row.
+// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and b use one queue in turn; in
+// backward, those of the gradients of g and beta use another. Each queue has two fp32 tiles. In
+// addition, there are rows of parameters, and in backward the sums of two gradients, each a whole
+// row.
 constexpr int64_t kGdnGateQueueBytes = 2 * 4;
 constexpr int64_t kGdnGateFloats = 6, kGdnGateBackwardFloats = 7;
 constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;

@@ -30,7 +30,7 @@ class L2Norm {
   }
 
   __aicore__ inline void Process() {
-    const bool whole = tiling_.rows.chunks() == 1;  // what was summed is still there
+    const bool whole = tiling_.rows.chunks() == 1;  // Sum left the whole row on chip
     rows_.each_tile(
         [&](RowTile rows) {
           rows_.each_chunk(rows, [&](RowTile tile) {

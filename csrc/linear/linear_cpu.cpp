@@ -1,6 +1,7 @@
 // linear on the CPU. Reference: npu_ops/ops/linear/reference.py
 //
-// Each element is one sum in one order: it depends only on its row of x and its row of weight.
+// Each output element is one dot product, summed in a fixed order. So it depends only on its row of
+// x and its row of weight.
 #include <optional>
 
 #include "common/check.h"

@@ -7,8 +7,8 @@
 
 namespace npu_ops {
 
-// Returns the frequencies of axes T, H and W. If they are interleaved, T is given all of them; H
-// and W then overwrite every third one each.
+// Returns the frequencies of axes T, H and W, which callers apply in this order. If sections are
+// interleaved, T has all frequencies; H and W then override every third one each.
 inline std::vector<Span> owned(const std::vector<int64_t>& section, bool interleaved,
                                int64_t pairs) {
   const int64_t t = section[0], h = section[1], w = section[2];

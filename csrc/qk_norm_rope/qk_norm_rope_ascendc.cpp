@@ -195,7 +195,7 @@ class QkNormRopeBackward : private QkNorm {
     Mul(along_, along_, r_, tile.rows);
   }
 
-  // Writes the gradient of copied heads, or zeros.
+  // Writes the gradient of copied heads (v or gate), or zeros if there is none.
   __aicore__ inline void Rest(int32_t kind, int64_t token, RowTile tile) {
     const HeadTensor& to = tiling_.grad[kind];
     if (grads_[kind]) return Copy(grads_[kind], tiling_.own[kind], grad_qkv_, to, token, tile);

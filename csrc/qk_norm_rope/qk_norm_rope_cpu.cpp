@@ -20,7 +20,7 @@ std::vector<float> multiplier(const Tensor& weight, bool zero_centered) {
   return values;
 }
 
-// A head, normalised and not yet rotated, in fp32.
+// Writes a head to y in fp32, normalised and not yet rotated.
 template <class T>
 NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t dim, float eps) {
   const float r = reciprocal_rms(x, dim, eps);
@@ -43,9 +43,10 @@ NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const fl
   }
 }
 
-// The heads of one kind in a tensor [B, S, ..]: in the projection, or in a tensor of their own.
+// Where the heads of one kind (q, k, v or gate) are: in the projection, or in a tensor [B, S, N,
+// D].
 struct Part {
-  // The next head of this kind is `step` heads further.
+  // `step`: the distance to the next head of this kind, in heads.
   static Part inside(const Tensor& qkv, int64_t first, int64_t heads, int64_t step, int64_t dim) {
     return {heads, first * dim, qkv.stride(0), qkv.stride(1), step * dim};
   }
@@ -56,7 +57,7 @@ struct Part {
   int64_t heads, first, batch_step, token_step, head_step;
 };
 
-// The places of q, k, v and the gate in a projection.
+// Where q, k, v and the gate are in a projection.
 struct Parts {
   Parts(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t dim, bool gated)
       : q(Part::inside(qkv, 0, heads, gated ? 2 : 1, dim)),
@@ -66,7 +67,7 @@ struct Parts {
   Part q, k, v, gate;
 };
 
-// The coefficients of any token.
+// Looks up the coefficients of a token's rotation.
 class Tables {
  public:
   Tables(const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& positions,
@@ -158,7 +159,7 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
   });
 }
 
-// Writes the gradient of copied heads, or zeros.
+// Writes the gradient of copied heads (v or gate), or zeros if there is none.
 template <class T>
 void fill_heads(const std::optional<Tensor>& grad, T* to, const Part& target, int64_t b, int64_t s,
                 int64_t dim) {

@@ -25,8 +25,8 @@ struct Arguments {
 // Returns the heads of a tensor [B, S, N, D]; an empty HeadTensor without a tensor.
 HeadTensor own_heads(const Tensor* x) { return x ? heads_of(*x, "BSND") : HeadTensor{}; }
 
-// Fills in the heads of each kind in the projection, or in its gradient: a gate is behind its
-// query.
+// Fills in the heads of each kind in the projection, or in its gradient. The head of a gate follows
+// that of its query.
 void fill_inside(HeadTensor* heads, const Tensor& qkv, const Arguments& given) {
   const int64_t step = given.gated ? 2 : 1, queries = step * given.heads;
   const auto part = [&](int64_t first, int64_t apart, int64_t count) {
@@ -40,7 +40,7 @@ void fill_inside(HeadTensor* heads, const Tensor& qkv, const Arguments& given) {
   heads[3] = part(1, step, given.gated ? given.heads : 0);
 }
 
-// Returns the tiling without the cut.
+// Returns the tiling without the sizes that `cut` sets.
 QkNormRopeTiling tiling_of(const Arguments& given, bool inverse) {
   const int64_t length = given.qkv.size(1), pairs = given.rotary_dim / 2;
   const bool interleaved = given.section_layout == "interleaved";
@@ -61,7 +61,7 @@ QkNormRopeTiling tiling_of(const Arguments& given, bool inverse) {
   return tiling;
 }
 
-// `queues`: tiles of the projection's type on chip.
+// `queues`: the number of tiles on chip in the projection's dtype.
 void cut(QkNormRopeTiling& tiling, const Arguments& given, const KernelTarget& target,
          int64_t queues, int64_t element_bytes) {
   for (const HeadTensor& heads : tiling.inside) tiling.rows.rows += heads.count;

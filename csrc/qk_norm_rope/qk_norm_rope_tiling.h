@@ -11,8 +11,8 @@ constexpr int32_t kNormed = 2, kKinds = 4;  // q, k, v, gate
 struct QkNormRopeTiling {
   RowsTiling rows;  // a group is a token, a row a head
   AnglesTiling angles;
-  // The place of each kind in the projection, in a tensor of its own (in backward, its gradient),
-  // and in the projection's gradient. An unwanted kind has no heads.
+  // Where the heads of each kind are: in the projection, in a tensor of their own (in backward, its
+  // gradient), and in the projection's gradient. An unwanted kind has no heads.
   HeadTensor inside[kKinds], own[kKinds], grad[kKinds];
   int32_t type, weight_type[kNormed];  // ElementType
   float eps;

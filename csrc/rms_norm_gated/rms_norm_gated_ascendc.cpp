@@ -12,7 +12,8 @@ namespace npu_ops {
 
 using namespace AscendC;
 
-// The common part of forward and backward: u, its reciprocal root mean square, weight and the gate.
+// The common part of forward and backward: u (the value to normalise), its reciprocal root mean
+// square, weight and the gate.
 class Gated {
  public:
   __aicore__ inline Gated(GM_ADDR x, GM_ADDR weight, GM_ADDR z, GM_ADDR out,
@@ -192,7 +193,7 @@ class GatedBackward : private Gated {
     if (tiling_.norm_before_gate) {
       rows_.store(out_queue_, out_, tiling_.out, scratch_, tile);
       Muls(u_, wide_grad_, 1.0f, count);
-      rows_.times_row(u_, weight_row_, tile);  // what the gate's slope is of
+      rows_.times_row(u_, weight_row_, tile);  // the gradient of the gate
       Mul(wide_grad_, wide_grad_, gate_, count);
     } else {
       Mul(u_, scratch_, wide_x_, count);

@@ -34,7 +34,7 @@ struct Scratch {
   int64_t width;
 };
 
-// `u`: memory for the value to normalise, if that is not x.
+// `u`: scratch for the value to normalise, if that is not x.
 template <bool BEFORE, bool SILU, class X>
 NPU_OPS_CLONES void forward_row(const X* x, const float* weight, const X* z, X* out, float* u,
                                 int64_t width, float eps) {

@@ -2,9 +2,9 @@
 // npu_ops/ops/rope/reference.py and npu_ops/ops/mrope/reference.py
 //
 // A head is rotated as x * C + swapped(x) * S, with a token's coefficients C and S for all of its
-// elements. For each element, the table row's axis, the entry and the sign are the same for all
-// tokens. They are stored as offsets of Gather, which are made once. Gather also swaps the two
-// elements of a pair. If each half is a whole number of 32-byte blocks, the halves are instead
+// elements. Each element has an axis, a table entry and a sign, which are the same for all tokens:
+// they are computed once, as offsets for Gather and as signs. Gather also swaps the two elements of
+// a pair. If each half of a head is a whole number of 32-byte blocks, the halves are instead
 // multiplied crosswise.
 #pragma once
 
@@ -38,7 +38,7 @@ class Angles {
   }
 
   // Prepares C and S of a token, given its index among the tokens of all batches. An axis whose
-  // position is outside of the table has no row.
+  // position is outside of the table has no row: its coefficients are NaN.
   __aicore__ inline void prepare(int64_t index) {
     if (prepared_ == index) return;
     prepared_ = index;
@@ -69,7 +69,7 @@ class Angles {
  private:
   __aicore__ static inline int32_t up(int32_t count) { return (count + 63) / 64 * 64; }
 
-  // Returns the pair of element `e`, whether `e` is its second element, and the other element.
+  // Return the pair of element `e`, whether `e` is its second element, and its other element.
   __aicore__ inline int32_t pair_of(int32_t e) const {
     return tiling_.interleaved ? e / 2 : e % (tiling_.rotary_dim / 2);
   }
@@ -91,7 +91,7 @@ class Angles {
 
   __aicore__ inline void FillOffsets() {
     const int32_t width = tiling_.rotary_dim, stride = rows_.tiling().stride;
-    // The buffers were zeroed by the vector pipe.
+    // The scalar unit must not write before the vector pipe has zeroed the buffers.
     Wait<AscendC::HardEvent::V_S>();
     for (int32_t e = 0; e < width; ++e) {
       of_cos_.SetValue(e, entry(e, e));

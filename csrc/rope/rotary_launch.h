@@ -28,8 +28,8 @@ inline HeadTensor heads_of(const Tensor& x, const std::string& layout) {
   return {0, stride('B'), stride(token), stride('N'), static_cast<int32_t>(count)};
 }
 
-// Returns the strides of [.., batch, rows, width] or, with `behind` 0, [.., batch, tokens]. A
-// dimension of size 1 is shared and has stride 0.
+// Returns the strides of a table [..., batch, rows, width] if `behind` is 1, or of positions [...,
+// batch, tokens] if it is 0. An axis or batch of size 1 is broadcast: its stride is 0.
 inline Table table_of(const Tensor& table, int64_t behind) {
   const auto stride = [&](int64_t from_end) {
     const int64_t at = table.dim() - 1 - from_end;
@@ -40,7 +40,7 @@ inline Table table_of(const Tensor& table, int64_t behind) {
 }
 
 // `owned`: the pairs whose frequencies belong to each axis; a later axis overrides the ones before.
-// `length`: the tokens of a batch.
+// `length`: the tokens of a batch element.
 inline AnglesTiling angles_of(const Tensor& cos, const Tensor& sin,
                               const std::optional<Tensor>& positions,
                               const std::string& pair_layout, bool inverse, int64_t rotary_dim,

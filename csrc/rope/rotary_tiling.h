@@ -13,7 +13,7 @@ struct HeadTensor {
   int64_t first, batch, token, head;
   int32_t count;
 
-  // Returns where a token's heads begin; `length` tokens are a batch.
+  // Returns where a token's heads begin. `length`: the tokens of a batch element.
   NPU_OPS_SHARED int64_t at(int64_t index, int64_t length) const {
     return first + index / length * batch + index % length * token;
   }
@@ -44,8 +44,8 @@ struct RotaryTiling {
   int32_t type;  // ElementType
 };
 
-// Bytes of the unified buffer for angles, as in l2norm_tiling.h: a tile of offsets. In addition:
-// rows of a table, two of each for three axes in their dtype, and coefficients, signs and offsets.
+// Bytes of the unified buffer for angles, as in l2norm_tiling.h: an offset for each element of a
+// tile. Fixed: table rows of three axes, coefficients, signs and offsets.
 constexpr int64_t kAnglesElementBytes = 4;
 constexpr int64_t kAnglesFixedBytes = (2 * 2 * 3 + 2 * 3 + 6) * 4 * 2 * kMostPairs;
 // rope and mrope also have two tiles of floats.

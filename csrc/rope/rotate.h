@@ -62,7 +62,7 @@ template <int STEP, class T>
 NPU_OPS_CLONES void rotate_pairs(const T* x, T* out, const float* cos1, const float* cos2,
                                  const float* sin1, const float* sin2, int64_t pairs,
                                  int64_t apart) {
-  const int64_t second = STEP == 2 ? 1 : apart;  // else the compiler gathers
+  const int64_t second = STEP == 2 ? 1 : apart;  // with a variable step the compiler gathers
 #pragma GCC ivdep
   for (int64_t j = 0; j < pairs; ++j) {
     const float x1 = load(x[STEP * j]), x2 = load(x[STEP * j + second]);
@@ -75,7 +75,7 @@ inline int64_t length_of(const Tensor& tensor, const std::string& layout) {
   return tensor.size(static_cast<int>(layout.find_first_of("ST")));
 }
 
-// A q or k as [B, S, N, D], whatever its layout.
+// q or k as [B, S, N, D], whatever its layout.
 struct Heads {
   Heads(const Tensor& tensor, const std::string& layout) : tensor(tensor), dim(tensor.size(-1)) {
     const int64_t rank = tensor.dim();  // TND has no batch
@@ -154,8 +154,8 @@ void rotate_all(const Tensor& q, const Tensor& k, const Tensor& q_out, const Ten
   });
 }
 
-// The table row of token (axis, b, s): from positions [A, Bp, S] or [Bp, S], or s itself. Checked
-// here too, before anything is written: a compiled caller has had no other check.
+// The table row of token (axis, b, s): from positions [A, Bp, S] or [Bp, S], or s itself. The
+// constructor checks all rows before anything is written: under torch.compile nothing else has.
 class Rows {
  public:
   Rows(const std::optional<Tensor>& positions, int64_t table_rows, int64_t length,

@@ -1,4 +1,4 @@
-// swiglu on the CPU. Definition: npu_ops/ops/swiglu/reference.py
+// swiglu on the CPU. Reference: npu_ops/ops/swiglu/reference.py
 #include <cmath>
 #include <optional>
 
@@ -30,7 +30,7 @@ NPU_OPS_CLONES void backward_row(const G* grad, const X* gate, const X* up, X* g
   }
 }
 
-// The rows of the gate and of up. Where `up` is none, they are halves of the gate's.
+// Returns the rows of the gate and of up. in_one: they are the halves of the gate's rows.
 template <class T>
 std::pair<RowsOf<T>, RowsOf<T>> halves(RowsOf<T> gate, RowsOf<T> up, bool in_one) {
   if (in_one) {

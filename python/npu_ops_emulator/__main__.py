@@ -24,22 +24,27 @@ def emulate(
         list[str] | None,
         typer.Argument(metavar="[--] COMMAND...", help="The command and its arguments."),
     ] = None,
-    devices: Annotated[int, typer.Option(help="How many NPUs.")] = DEFAULT.devices,
-    soc: Annotated[str, typer.Option(help="Which chip.")] = DEFAULT.soc,
-    memory_gib: Annotated[float, typer.Option(help="Memory of each NPU.")] = DEFAULT.memory_gib,
+    devices: Annotated[int, typer.Option(help="Number of NPUs.")] = DEFAULT.devices,
+    soc: Annotated[str, typer.Option(help="Name of the SoC.")] = DEFAULT.soc,
+    memory_gib: Annotated[
+        float, typer.Option(help="GiB of memory of each NPU.")
+    ] = DEFAULT.memory_gib,
     check_bounds: Annotated[
-        bool, typer.Option("--check-bounds", help="Report Triton kernels that leave a tensor.")
+        bool,
+        typer.Option(
+            "--check-bounds", help="Report Triton kernels that access memory outside a tensor."
+        ),
     ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Print every operator that runs.")] = False,
     torch_npu: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The torch_npu wheel, or its folder.")
+        str | None, typer.Option(metavar="PATH", help="The torch_npu wheel, or a folder of wheels.")
     ] = None,
     headers: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Keep the AscendC headers of FOLDER in the cache."),
+        typer.Option(metavar="FOLDER", help="Copy the AscendC headers in FOLDER to the cache."),
     ] = None,
     status: Annotated[
-        bool, typer.Option("--status", help="Say what is built and what is missing; run nothing.")
+        bool, typer.Option("--status", help="Print what is built and what is missing; run nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --status: print JSON.")] = False,
 ) -> None:

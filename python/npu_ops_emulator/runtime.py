@@ -50,7 +50,7 @@ class _After(importlib.abc.MetaPathFinder):
         return spec
 
     def _execute(self, execute, module):
-        # Not earlier: a lookup by find_spec alone must not remove this finder.
+        # Here and not in find_spec: a lookup without an import must not remove this finder.
         sys.meta_path.remove(self)
         execute(module)
         self.action(module)

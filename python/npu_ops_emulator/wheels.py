@@ -66,7 +66,7 @@ def include_dirs() -> list[str]:
 
 
 def pinned() -> str | None:
-    """Return that torch_npu and its wheels' SHA-256 as a pip requirement; None if unknown."""
+    """Return the pinned torch_npu and its wheels' SHA-256 as a pip requirement; None if unknown."""
     wanted = f"torch_npu=={torch_npu_version()} "
     return next((line for line in _pins().splitlines() if line.startswith(wanted)), None)
 

@@ -61,11 +61,11 @@ def doctor(
     as_json: AsJson = False,
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Import this too, for what it does to our patches."),
+        typer.Option("--import", help="Also import this module, to see its effect on the patches."),
     ] = None,
     trainer: Annotated[
         str | None,
-        typer.Option(help="slime, relax or verl: what would stop this trainer here."),
+        typer.Option(help="Report what would stop slime, relax or verl here."),
     ] = None,
 ) -> None:
     """Report versions, each op's implementation and why, patches of frameworks, and problems.
@@ -108,7 +108,7 @@ def list_ops(as_json: AsJson = False) -> None:
 
 @app.command()
 def where(
-    op: Annotated[str, typer.Argument(help="An op or one of its functions.")],
+    op: Annotated[str, typer.Argument(help="Name of an op or of a public function.")],
     as_json: AsJson = False,
 ) -> None:
     """Show the files of an op: definition, kernels, tests, benchmark, adapters."""
@@ -129,7 +129,7 @@ def where(
 
 @app.command("new-op")
 def new_op(
-    name: Annotated[str, typer.Argument(help="In lower case, as in every tree.")],
+    name: Annotated[str, typer.Argument(help="Name of the op, in lower case.")],
 ) -> None:
     """Write the files of a new op to this clone. They build, and pass their tests."""
     from npu_ops_tools import new_op, where
@@ -143,7 +143,7 @@ def new_op(
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Argument(help="attention")],
+    op: Annotated[str, typer.Argument(help="The op to explain: attention.")],
     settings: Annotated[
         list[str] | None, typer.Argument(help="Fields of AttentionSpec, as NAME=VALUE.")
     ] = None,
@@ -166,18 +166,20 @@ def explain(
 
 @app.command()
 def demo(
-    output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the report.")] = pathlib.Path(
         "report"
     ),
     megatron: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Folder that megatron-core is in, if it is not installed."),
+        typer.Option(help="Folder that contains megatron-core, if it is not installed."),
     ] = None,
     device: Annotated[
         DemoDevice | None, typer.Option(help="Default: an NPU if there is one, else the CPU.")
     ] = None,
     steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = 30,
-    seeds: Annotated[int, typer.Option(min=2, help="Runs with dropout, each with its seed.")] = 4,
+    seeds: Annotated[
+        int, typer.Option(min=2, help="Number of runs with dropout, each with its own seed.")
+    ] = 4,
 ) -> None:
     """Train real megatron-core models without and with npu-ops, and compare."""
     from npu_ops_tools import demo
@@ -193,7 +195,9 @@ def demo(
 
 @app.command()
 def launches(
-    model: Annotated[str, typer.Argument(help="A folder with a config.json of transformers.")],
+    model: Annotated[
+        str, typer.Argument(help="Model folder with the config.json of transformers.")
+    ],
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the prompt.")] = 128,
     as_json: AsJson = False,
 ) -> None:
@@ -222,19 +226,21 @@ def launches(
 @app.command()
 def parity(
     ops: Ops = None,
-    model: Annotated[str, typer.Option(help="Its shapes: qwen3-vl-8b, qwen3.5-9b, ...")] = (
+    model: Annotated[str, typer.Option(help="Use its shapes: qwen3-vl-8b, qwen3.5-9b, ...")] = (
         "qwen3-vl-8b"
     ),
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.BFLOAT16,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the inputs.")] = Dtype.BFLOAT16,
     device: Device = "cpu",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 64,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: heads of one.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 64,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel ranks; the heads of one rank are used.")
+    ] = 1,
     rollout: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Instead: SGLang's log-probabilities of what it samples with this model's folder, "
-            "against those of transformers.",
+            help="Instead: sample from this model folder with SGLang, and compare its "
+            "log-probabilities with those of transformers.",
         ),
     ] = None,
     engine: Annotated[
@@ -297,9 +303,9 @@ def _rollout(model, dtype, device, tokens, engine, most, as_json) -> NoReturn:
 
 @app.command()
 def replay(
-    file: Annotated[pathlib.Path, typer.Argument(help="What NPU_OPS_LOG=shadow:N wrote.")],
+    file: Annotated[pathlib.Path, typer.Argument(help="A file that NPU_OPS_LOG=shadow:N wrote.")],
     device: Annotated[
-        str | None, typer.Option(help="Default: the one on which it was wrong.")
+        str | None, typer.Option(help="Default: the device on which the result was wrong.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -323,16 +329,19 @@ def replay(
 @app.command()
 def fuzz(
     functions: Annotated[
-        list[str] | None, typer.Argument(help="Some public functions; default: all.")
+        list[str] | None, typer.Argument(help="Public functions to call; default: all.")
     ] = None,
     minutes: Annotated[float, typer.Option(min=0, help="How long to search.")] = 2.0,
-    seed: Annotated[int, typer.Option(min=0, help="Where the search starts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     ways: Annotated[
         list[str] | None,
-        typer.Option("--way", help="Call only so: eager, compiled, watched, func.grad, ..."),
+        typer.Option(
+            "--way", help="Only this kind of call: eager, compiled, watched, func.grad, ..."
+        ),
     ] = None,
     repeat: Annotated[
-        str | None, typer.Option(metavar="CASE", help="Judge one case: what a finding printed.")
+        str | None,
+        typer.Option(metavar="CASE", help="Run only this case, which a finding printed."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

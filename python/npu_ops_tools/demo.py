@@ -39,7 +39,8 @@ TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # units: sec
 Run = tuple[str, float, int]  # model, dropout, seed
 # Tolerance without dropout: the sides differ by fp32 rounding, which 30 steps of AdamW amplify.
 EQUAL = 1e-4
-# With dropout the masks differ. A test rejects equal distributions with this probability.
+# With dropout the masks differ, so final losses are compared by a t-test. It rejects equal
+# distributions with this probability.
 LEAST_P = 1e-3
 
 

@@ -188,11 +188,13 @@ def report(**fields) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", help="a file of tokens, positions and vocabulary")
-    parser.add_argument("--megatron", help="the folder that megatron-core is in, if not installed")
-    parser.add_argument("--models", choices=MODELS, nargs="+", required=True, help="of each run")
-    parser.add_argument("--dropout", type=float, nargs="+", required=True, help="of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="of each run")
+    parser.add_argument("data", help="a file with tokens, positions and vocabulary")
+    parser.add_argument(
+        "--megatron", help="the folder that contains megatron-core, if not installed"
+    )
+    parser.add_argument("--models", choices=MODELS, nargs="+", required=True, help="one per run")
+    parser.add_argument("--dropout", type=float, nargs="+", required=True, help="one per run")
+    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="one per run")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     sys.path[:1] = [options.megatron] if options.megatron else []  # exclude this file's own folder

@@ -10,11 +10,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Ops = Annotated[list[str] | None, typer.Argument(help="Some ops; default: all.")]
+Ops = Annotated[list[str] | None, typer.Argument(help="Names of ops; default: all.")]
 Only = Annotated[list[str] | None, typer.Option(help="An op; may be repeated; default: all.")]
 Modules = Annotated[
     list[str] | None,
-    typer.Option("--import", help="Import this too, e.g. an implementation of yours."),
+    typer.Option("--import", help="Also import this module, e.g. your own implementation."),
 ]
 Device = Annotated[str, typer.Option(help="A torch device: cpu, cuda, npu, npu:1, ...")]
 

@@ -14,26 +14,28 @@ from npu_ops_tools.options import AsJson, Device, Ops, check_device, fail, print
 def bench_command(
     ops: Ops = None,
     output: Annotated[
-        pathlib.Path | None, typer.Option(help="Folder; rows go to <device>/<op>.csv in it.")
+        pathlib.Path | None, typer.Option(help="Folder for the rows: <device>/<op>.csv in it.")
     ] = None,
     commit: Annotated[
         bool,
-        typer.Option("--commit", help="To benchmarks/results, to be committed: of a clean tree."),
+        typer.Option("--commit", help="Write to benchmarks/results; needs a clean git tree."),
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Two sizes of one model.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only two sizes of one model.")] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Benchmarks with this in their name; may be repeated."),
+        typer.Option(
+            metavar="NAME", help="Only benchmarks with this in their name; may be repeated."
+        ),
     ] = None,
     longest: Annotated[
-        float, typer.Option(min=0, help="Seconds for one benchmark that does not settle.")
+        float, typer.Option(min=0, help="Most seconds for a benchmark that does not become stable.")
     ] = 60.0,
     compare: Annotated[
         tuple[pathlib.Path, pathlib.Path] | None,
-        typer.Option(metavar="OLD NEW", help="Time nothing: compare two results of ours."),
+        typer.Option(metavar="OLD NEW", help="Time nothing; compare two stored results."),
     ] = None,
     threshold: Annotated[
-        float, typer.Option(min=0, help="With --compare: how much slower is an error.")
+        float, typer.Option(min=0, help="With --compare: the slowdown that fails, 0.05 for 5 %.")
     ] = 0.05,
     device: Device = "cpu",
     as_json: AsJson = False,

@@ -28,7 +28,7 @@ def compare(old: Iterable[Row], new: Iterable[Row]) -> list[Change]:
     """Compare npu-ops' rows that are in both results; the largest slowdown comes first.
 
     Raises:
-        ValueError: no row is in both, on one machine with the same number of threads.
+        ValueError: no benchmark is in both with the same machine and number of threads.
     """
     before = {row.key: row for row in old if _timed(row)}
     changes = [_change(before[row.key], row) for row in new if _timed(row) and row.key in before]

@@ -62,7 +62,7 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """Its name, unique within an op; `npu-ops bench OP --only NAME` repeats it."""
+        """The benchmark's name, unique within an op; `npu-ops bench OP --only NAME` repeats it."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.shape}, {self.size} {self.sweep.unit}, {self.mode}, {dtype}"
 
@@ -83,8 +83,8 @@ class Sweep:
     exact_to: the largest size whose error is measured against fp64. Beyond it, errors are against
     `beyond` in fp32: "reference", or a peer if the reference takes minutes.
     flop: case -> floating-point operations of a forward.
-    moved: (case, inputs) -> bytes that a forward must read or write, if not its inputs and outputs.
-    writes: arguments that it overwrites.
+    moved: (case, inputs) -> bytes that a forward must move, if not those of inputs and outputs.
+    writes: arguments that the op overwrites.
     random: peers draw other random numbers, so their results are not compared.
     slack: factor on the tolerances of `cases`.
     """

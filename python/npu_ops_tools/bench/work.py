@@ -15,9 +15,9 @@ from npu_ops_tools import parity
 from npu_ops_tools.bench.sweep import Benchmark
 
 OURS = "npu-ops"
-# A timed backward belongs to a call that follows this many equal ones, as in training: some
-# providers cache after the first calls, which changes their graph. npu-ops reuses its cached
-# decision from the fourth call on.
+# Equal calls before the one whose backward is timed, as in training: some providers cache after
+# the first calls, which changes their graph. npu-ops reuses its cached decision from the fourth
+# call on.
 _STEPS_BEFORE = 4
 # torch.compile frees buffers during a backward; here backwards are repeated.
 functorch.donated_buffer = False
@@ -27,7 +27,7 @@ class Work:
     """Calls without arguments that do a benchmark's work, one per provider.
 
     calls: each returns a tuple of tensors.
-    implementations: of npu-ops' providers.
+    implementations: npu-ops' providers -> the implementation that each runs.
     moved: bytes that must be read or written.
     flop: floating-point operations, or None.
     """
@@ -80,7 +80,7 @@ class Work:
 
         def backward():
             if not graph:
-                # Not earlier: checking errors clears what these calls cache.
+                # Run here, after the errors were checked: checking clears what these calls cache.
                 for _ in range(steps_before):
                     _outputs(function, inputs)
                 graph.extend(_outputs(function, inputs))

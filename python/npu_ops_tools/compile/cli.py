@@ -58,26 +58,26 @@ def compile_command(
         typer.Argument(metavar="OP", help="Ops, or FILE.py::KERNEL; default: all ops."),
     ] = None,
     soc: Annotated[
-        list[str] | None, typer.Option(help=f"May be repeated; default: {vendor.SOCS[0]}.")
+        list[str] | None, typer.Option(help=f"SoC; may be repeated; default: {vendor.SOCS[0]}.")
     ] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="A case's name; may be repeated; default: all.")
+        list[str] | None, typer.Option(help="Name of a case; may be repeated; default: all.")
     ] = None,
     dtype: Annotated[
-        list[Dtype] | None, typer.Option(help="May be repeated; default: all.")
+        list[Dtype] | None, typer.Option(help="Dtype of the inputs; may be repeated; default: all.")
     ] = None,
     signature: Annotated[
         list[str] | None,
         typer.Option(
-            help='Of FILE.py::KERNEL: "x=*bf16,n=i32", or with values, which heuristics may ask '
-            'for: "x=*bf16:8192,n=i32:8192"; may be repeated.'
+            help='Argument types of FILE.py::KERNEL: "x=*bf16,n=i32"; with values if heuristics '
+            'ask for them: "x=*bf16:8192,n=i32:8192"; may be repeated.'
         ),
     ] = None,
     constexpr: Annotated[
         list[str] | None,
         typer.Option(
-            help='Of FILE.py::KERNEL: "N=512"; may be repeated. May leave out what its heuristics '
-            "and its autotuner give."
+            help='Constants of FILE.py::KERNEL: "N=512"; may be repeated. Omit those that '
+            "heuristics or the autotuner set."
         ),
     ] = None,
     suggest_tile: Annotated[

@@ -28,8 +28,8 @@ class CompileReport:
     *_bytes: end of the highest buffer in that memory.
     scalar_loops: source lines of element-wise work that became a loop over single elements, which
     is far slower.
-    unread_masks: loads and stores that move memory beyond their mask (masks.py). Such a load may
-    also be one without a mask, followed by a select.
+    unread_masks: loads and stores that move memory beyond their mask (masks.py). A load
+    without a mask that a select follows counts too.
     bodies: instructions and bytes of the kernel's body and of each loop.
     multi_buffer: whether loads and stores overlap with computation.
     notes: optimizations that the compiler dropped to make the kernel fit.

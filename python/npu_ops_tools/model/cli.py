@@ -22,28 +22,35 @@ def model_command(
     ] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(help="A case's name; may be repeated; default: the most ordinary one."),
+        typer.Option(help="Name of a case; may be repeated; default: a representative one."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every case of the op.")] = False,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the case's own.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Predict every case of the op.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Number of tokens, instead of the case's own.")
+    ] = None,
     soc: Annotated[str, typer.Option(help="An SoC of the family Ascend910B or Ascend910_93.")] = (
         vendor.SOCS[0]
     ),
-    dtype: Annotated[Dtype, typer.Option(help="Of the case's inputs.")] = Dtype.BFLOAT16,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the case's inputs.")] = Dtype.BFLOAT16,
     signature: Annotated[
-        str, typer.Option(help='Of FILE.py::KERNEL: "x=*bf16:8192,n=i32:8192"; value or elements.')
+        str,
+        typer.Option(
+            help='Arguments of FILE.py::KERNEL, with elements or values: "x=*bf16:8192,n=i32:8192".'
+        ),
     ] = "",
-    constexpr: Annotated[str, typer.Option(help='Of FILE.py::KERNEL: "N=512".')] = "",
+    constexpr: Annotated[str, typer.Option(help='Constants of FILE.py::KERNEL: "N=512".')] = "",
     grid: Annotated[
-        str, typer.Option(help="Of FILE.py::KERNEL: programs along each axis, 16 or 16,8,2.")
+        str, typer.Option(help="Grid of FILE.py::KERNEL: programs along each axis, 16 or 16,8,2.")
     ] = "1",
     trace: Annotated[
-        pathlib.Path | None, typer.Option(help="Write a Chrome trace of a program of each kernel.")
+        pathlib.Path | None,
+        typer.Option(help="Write a Chrome trace of one program of each kernel."),
     ] = None,
     calibrate: Annotated[
         pathlib.Path | None,
         typer.Option(
-            metavar="REPORT.json", help="Fit the constants to what verify --full measured, instead."
+            metavar="REPORT.json",
+            help="Instead: fit the constants to the times that verify --full measured.",
         ),
     ] = None,
     as_json: AsJson = False,

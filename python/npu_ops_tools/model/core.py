@@ -300,7 +300,7 @@ class Core:
             self._set(operation, self._loaded(view, at))
 
     def _cached(self, view: View, at: int | None) -> bool:
-        """Return whether the scalar unit's cache has this element; then load its line."""
+        """Return whether the scalar unit's cache has this element, and load its line."""
         if at is None:
             return False
         line = view.argument, int(at * BYTES[view.dtype]) // LINE
@@ -435,7 +435,7 @@ class Steady:
     """Detects when a loop's iterations have become equal, and skips the remaining ones.
 
     Equal: the same time and bytes over two iterations (buffers alternate) four times in a row, all
-    loop-carried values grow evenly, and no value is loaded that a launch decides on.
+    loop-carried values grow evenly, and no scalar load needed a value.
     """
 
     def __init__(self, core: Core):

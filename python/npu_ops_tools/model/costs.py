@@ -28,9 +28,9 @@ class Costs:
 
     Only FITTED constants were fitted to measured times; the others are from tables.
 
-    launch: of a kernel.
+    launch: to launch a kernel.
     program: to start a program on each core.
-    restart: of a core between two programs.
+    restart: between two programs on one core.
     latency: from the end of a vector core's transfer until its flag is visible.
     fixpipe_latency: the same for a cube core's store.
     handover: from the end of a vector core's store until a cube core can load the data.

@@ -196,7 +196,7 @@ def _ceildiv(a: int, b: int) -> int:
 
 
 def _python(body: str) -> str:
-    """Translate an affine expression to Python; only ceildiv needs more than another name."""
+    """Translate an affine expression to Python; all operators except ceildiv are only renamed."""
     body = body.replace("floordiv", "//").replace(" mod ", " % ")
     operand = r"(\w+|\((?:[^()]|\([^()]*\))*\))"
     while " ceildiv " in body:

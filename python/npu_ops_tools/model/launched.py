@@ -1,4 +1,4 @@
-"""The launches of an op's cases for an SoC: with its cores, its tiles and real scalars."""
+"""Records the launches of an op's cases as on an SoC: with its cores, its tiles, real scalars."""
 
 from __future__ import annotations
 

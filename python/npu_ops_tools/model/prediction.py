@@ -160,7 +160,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _loader(unknown: set[int]):
-    """Return a function that loads integers from a launch's tensors; no bounds need other
+    """Return a function that loads integers from a launch's tensors; loop bounds need no other
     values."""
 
     def load(tensor, offset: int):

@@ -40,7 +40,7 @@ SLOW = ("div", "rem", "floordiv", "ceildiv")  # division takes many cycles
 
 
 def constant(text: str):
-    """The value of "4095 : i32", "true" or "1.0e+00 : f32"; None for a tensor."""
+    """Return the value of "4095 : i32", "true" or "1.0e+00 : f32"; None for a tensor."""
     value = text.partition(" : ")[0].strip()
     if value in ("true", "false"):
         return int(value == "true")

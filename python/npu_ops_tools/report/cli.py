@@ -13,10 +13,10 @@ from npu_ops_tools.options import fail
 def report_command(
     results: Annotated[
         list[pathlib.Path],
-        typer.Argument(help="What `npu-ops bench` wrote: files or folders; or a verify.json."),
+        typer.Argument(help="Files or folders that `npu-ops bench` wrote; or one verify.json."),
     ],
     output: Annotated[
-        pathlib.Path, typer.Option("--output", "-o", help="Folder of the report.")
+        pathlib.Path, typer.Option("--output", "-o", help="Folder for the report.")
     ] = pathlib.Path("report"),
 ) -> None:
     """Make a page of benchmark results, index.html, with report.md beside it.

@@ -121,7 +121,7 @@ def table(soc: str, found: list[dict], environment: dict) -> dict:
 
 
 def write(found: dict, folder: pathlib.Path) -> pathlib.Path:
-    """Write a table to a folder, named after its SoC; atomically."""
+    """Atomically write a table to a file in `folder` named after its SoC; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / preferences.file_name(found["soc"])
     whole = path.with_suffix(".part")

@@ -21,25 +21,29 @@ class TunedDevice(str, enum.Enum):
 
 
 def tune_command(
-    device: Annotated[TunedDevice, typer.Option(help="What to tune for.")] = TunedDevice.NPU,
+    device: Annotated[TunedDevice, typer.Option(help="Device to tune for.")] = TunedDevice.NPU,
     only: Only = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Shapes; may be repeated; default: three models.")
+        list[str] | None,
+        typer.Option(help="Model whose shapes to time; may be repeated; default: three."),
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="May be repeated; default: of 1 to thousands.")
+        list[int] | None,
+        typer.Option(min=1, help="Number of tokens; may be repeated; default: 1 to thousands."),
     ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds for one call.")] = 120.0,
+    limit: Annotated[
+        float, typer.Option(min=1, help="Seconds for one call before it counts as hung.")
+    ] = 120.0,
     export: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Write the table in force, or the new one, to this folder too."),
+        typer.Option(help="Also write the table to this folder. Alone: export the current table."),
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Show the table in force.")] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the user's table.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show the current table.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove your table.")] = False,
     modules: Modules = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the implementations with right results, and prefer the fastest from now on.
+    """Time the implementations whose results are right, and prefer the fastest from now on.
 
     The table is for this SoC, in the user's cache, and is read when npu-ops is next imported. All
     ranks of a job need the same table: --export it, and put the file on every machine.

@@ -98,7 +98,10 @@ def one_mask() -> Iterator[None]:
 
 
 class Expected:
-    """The reference's results in fp64 on the CPU; those of small cases are cached."""
+    """The reference's results on the CPU, in fp64, or in fp32 for large cases and models' cases.
+
+    The fp64 results are cached.
+    """
 
     def __init__(self):
         self._kept: dict[tuple, dict] = {}
@@ -166,7 +169,7 @@ def values(subject: Subject, results: dict, expected: dict) -> dict:
 
 
 def determinism(subject: Subject) -> dict:
-    """Check that ten runs agree bitwise."""
+    """Check that RUNS runs, or EMULATED_RUNS on the emulated NPU, agree bitwise."""
     first = subject.results()
     for run in range(2, (EMULATED_RUNS if is_emulated() else RUNS) + 1):
         for name, value in subject.results().items():

@@ -21,16 +21,17 @@ class VerifiedDevice(str, enum.Enum):
 
 
 def verify_command(
-    device: Annotated[VerifiedDevice, typer.Option(help="What to verify.")] = VerifiedDevice.NPU,
+    device: Annotated[VerifiedDevice, typer.Option(help="Device to verify.")] = VerifiedDevice.NPU,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="Everything, or what 5 minutes allow.")
+        bool, typer.Option("--full/--quick", help="All checks, or those that fit into 5 minutes.")
     ] = False,
-    output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the report.")] = pathlib.Path(
         "report"
     ),
     only: Only = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="For all; default: 5, or no end with --full.")
+        float | None,
+        typer.Option(min=0, help="Time for all checks; default: 5, or no limit with --full."),
     ] = None,
     limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds for one call before it counts as hung.")
@@ -43,8 +44,8 @@ def verify_command(
 ) -> None:
     """Check every op and implementation on this machine, time them, and write a report to share.
 
-    The exit status is 1 if anything is wrong. Calling it again resumes a stopped run. With
-    --compare it is 1 if something is wrong in B that is not wrong in A.
+    The exit status is 1 if anything is wrong; with --compare, if something is wrong in B that is
+    not wrong in A. Calling it again resumes a stopped run.
 
     \b
     npu-ops verify                       # on an NPU, 5 minutes

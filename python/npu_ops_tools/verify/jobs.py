@@ -108,7 +108,7 @@ def representative(op: str) -> list[cases.Case]:
 
 
 def few(case: cases.Case) -> int:
-    """Return the tokens for a case whose size does not matter; 0: its own."""
+    """Return the number of tokens to check a case with: FEW for a large case; 0: the case's own."""
     return FEW if case.large else 0
 
 

@@ -20,7 +20,7 @@ _ADDRESSES = re.compile(r"\b\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b")
 
 
 def read(path: pathlib.Path) -> dict:
-    """Read a report of `write`.
+    """Read a report that `write` wrote.
 
     Raises:
         OSError: there is no such file.

@@ -28,8 +28,8 @@ class Options:
     device: one of `jobs.DEVICES`.
     full: all cases, without a time limit.
     only: ops; empty: all.
-    limit: seconds for one call; None: by the device.
-    budget: seconds for all; None: by `full`.
+    limit: seconds for one call; None: the device's default.
+    budget: seconds for all calls; None: QUICK, or no limit if `full`.
     modules: imported in the processes that check, e.g. for your own implementation.
     """
 

@@ -1,4 +1,4 @@
-"""Which of the kernels stands for a measured row, and with which arguments."""
+"""Chooses the kernels that stand for a measured row, and their arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
 SOCS = {"910B4-1": "Ascend910B4-1", "910B4": "Ascend910B4", "910B1/A3": "Ascend910_9391"}
-# elements; the fastest by the model is used, because the vendor has tuned its own
+# Elements of a tile. The model's fastest tile is used, because the vendor has tuned its kernels.
 TILES = (4096, 8192, 16384)
 
 
@@ -70,8 +70,7 @@ def _measured(row: dict[str, str]) -> Measured | None:
 def candidates(row: Measured) -> list[Candidate]:
     """Return kernels of several tile sizes that do the measured work; [] if there are none.
 
-    The file with CANN's Cast is excluded: it was measured beside other work (up to 16 times
-    slower).
+    CANN's Cast is left out: its rows were measured beside other work (up to 16 times slower).
     """
     plans = {
         "Add": _add, "Mul": _binary, "DtypeCast": _cast, "RmsNorm": _rows_kernel,

@@ -20,7 +20,7 @@ from npu_ops_tools.model.costs import Costs
 from npu_ops_tools.model.validation.cases import Candidate, Measured, candidates, rows
 
 FITTED_ON = ("Add", "Mul", "DtypeCast", "triton_sigmoid", "triton_swish")
-# rows that were looked at to correct the rates of cube cores (held_out.md)
+# Ops whose rows were looked at to correct the rates of cube cores (held_out.md).
 LOOKED_AT = ("MatMulV2", "MatMulV3")
 CONSTANTS = {  # constants that may be fitted for a family: five at most
     "Ascend910B4-1": ("launch", "program", "latency", "memory", "l2"),
