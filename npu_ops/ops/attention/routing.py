@@ -67,7 +67,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
         # With torch's deterministic mode, torch_npu's kernels are deterministic.
         deterministic=rule.deterministic and not torch.are_deterministic_algorithms_enabled(),
         consistent=bool(env.settings.consistent),
-        graph_capture=device == "npu" and _capturing(),
+        graph_capture=device == "npu" and hardware.is_captured(q.device),
         device=device,
         soc=hardware.soc(q.device) or AttentionSpec.soc,
         operators=_operators() if device == "npu" else (),
@@ -84,11 +84,6 @@ def _on_host(extra: Extra, packed: bool, keys: str) -> bool:
     needed += [extra.cu_seqlens_k_cpu] if keys == "packed" else []
     needed += [extra.seqlens_k_cpu] if keys in ("padded", "paged") else []
     return bool(needed) and all(x is not None for x in needed)
-
-
-def _capturing() -> bool:
-    capturing = getattr(getattr(torch, "npu", None), "is_current_stream_capturing", None)
-    return capturing is not None and capturing()
 
 
 @functools.cache

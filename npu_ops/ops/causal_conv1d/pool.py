@@ -51,12 +51,12 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
             "conv_state_indices", indices.within("conv_state_indices", used, 0, last)
         )
     elif slots.device.type == "cpu":  # traced: make the check a part of the compiled graph
-        inside = (slots >= 0) & (slots <= last) & _distinct(slots, pad_slot_id)
+        inside = (slots >= 0) & (slots <= last) & _distinct(slots)
         needs = f"conv_state_indices: got one twice or outside, needs 0 to {last}, all different"
         torch._assert_async((inside | (slots == pad_slot_id)).all(), needs)
 
 
-def _distinct(slots, pad_slot_id: int) -> torch.Tensor:
+def _distinct(slots) -> torch.Tensor:
     """Return for each sequence whether no other has its slot; slots are few, so compare all pairs.
 
     bool `[N]`.

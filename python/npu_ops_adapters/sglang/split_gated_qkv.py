@@ -124,18 +124,13 @@ def prefill(
 
 
 def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
-    """Return how many of the frequencies T, H and W own; the sections may have another sum.
+    """Return sections that own all frequencies, as sgl-kernel-npu's test of its kernel counts them.
 
-    It follows sgl-kernel-npu's test of its kernel. What lies beyond the last frequency is ignored.
     Frequencies that no section owns go to T if axes are interleaved, else to W.
     """
     t, h, w = section
-    if is_interleaved:  # H has every third frequency from 1 on, W from 2 on
-        h, w = min(h, (frequencies + 1) // 3), min(w, frequencies // 3)
-        return [frequencies - h - w, h, w]
-    t = min(t, frequencies)
-    h = min(h, frequencies - t)
-    return [t, h, frequencies - t - h]
+    missing = max(0, frequencies - sum(section))
+    return [t + missing, h, w] if is_interleaved else [t, h, w + missing]
 
 
 def _split(x, queries, keys, width, gated, weights, eps, biases):
