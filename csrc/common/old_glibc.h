@@ -21,8 +21,8 @@ NPU_OPS_OLD(dlsym);
 NPU_OPS_OLD(dlerror);
 #undef NPU_OPS_OLD
 
-// libstdc++ skips atomic reference counts if this variable, which glibc has since 2.32, is not 0. 0
-// means that there may be other threads.
+// libstdc++ skips atomic reference counts if this variable, new in glibc 2.32, is not 0. Here it is
+// 0, because there may be other threads.
 extern "C" {
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 }

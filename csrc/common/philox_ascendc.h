@@ -1,8 +1,8 @@
 // Philox4x32-10 on the vector unit, for the dropout mask of csrc/common/philox.h.
 //
 // A vector core multiplies 32 bits by 32 and keeps the low half, so the high half comes from
-// 16-bit limbs. It has neither an exclusive or nor 32-bit logic: and, or act on 16-bit views, and
-// a ^ b is (a | b) - (a & b).
+// 16-bit limbs. It has no xor and no 32-bit logic: `and` and `or` act on 16-bit views, and a ^ b is
+// (a | b) - (a & b).
 #pragma once
 
 #include <kernel_operator.h>

@@ -31,8 +31,8 @@ int current_device();
 
 // Records `sentence` as the reason of `code` for aclGetRecentErrMsg, and returns `code`.
 //
-// On a thread of torch_npu's task queue nothing can be raised at the call any more: later operators
-// would run on stale memory. There the sentence is printed and the process ends.
+// A thread of torch_npu's task queue runs after the call has returned and cannot raise there; later
+// operators would run on stale memory. So it prints the sentence and ends the process.
 int fail(int code, const std::string& sentence);
 
 void trace(const std::string& line);

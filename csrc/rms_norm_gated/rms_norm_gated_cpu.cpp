@@ -83,7 +83,7 @@ void with_formula(bool norm_before_gate, const std::string& activation, const Bo
   return silu ? body.template operator()<false, true>() : body.template operator()<false, false>();
 }
 
-// weight in fp32: one row for all, [D] or [1, D], or a row for each inner index.
+// weight in fp32: one row for all, [D] or [1, D], or a row for each group, [groups, D / groups].
 struct Weight {
   explicit Weight(const Tensor& weight)
       : values(weight.numel()), step(weight.numel() == weight.size(-1) ? 0 : weight.size(-1)) {

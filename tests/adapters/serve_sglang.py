@@ -21,7 +21,7 @@ MODEL = "qwen3vl"
 
 
 def main(console: Console) -> bool:
-    """Run the demo; return whether all tokens are the same."""
+    """Run the demo; return whether all tokens are those of transformers."""
     with tempfile.TemporaryDirectory() as folder:
         console.print("making the model, and generating with transformers")
         sglang_process.run("tiny", folder, MODEL, NPU_OPS_DISABLE="all")

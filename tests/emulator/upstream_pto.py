@@ -142,7 +142,7 @@ def aligned(count: int) -> np.ndarray:
 
 
 class Pair:
-    """PTO-ISA's simulator and the twin, both built from pto_tiles.cpp."""
+    """pto_tiles.cpp built with PTO-ISA's simulator, and with csrc/twin (instructions on a CPU)."""
 
     def __init__(self, root: pathlib.Path, folder: pathlib.Path):
         path = folder / "simulator.so"

@@ -89,9 +89,8 @@ def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementati
         parts = support.evaluate(by_parts, inputs, DIFFERENTIABLE)
     assert torch.equal(ours["output 2"], parts["output 2"])
     assert torch.equal(ours["output 3"], parts["output 3"])
-    # The separate ops also round the gradient between conv and norm, where it is four times as
-    # large
-    # as at the end.
+    # The separate ops also round the gradient of the convolution's output, which is four times as
+    # large as that of its input.
     tolerances = support.twice(support.twice(TOLERANCES))
     support.assert_all_close(
         ours, {name: value.double() for name, value in parts.items()}, tolerances

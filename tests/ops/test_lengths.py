@@ -365,8 +365,10 @@ def with_host_lengths(packed):
     "packed", [with_host_lengths(each) for each in PACKED if each.op == "attention"], ids=str
 )
 def rows_behind_are_0_by_the_vendor(packed, trains, device):
-    """The vendor's operator leaves these rows unwritten or with any values; npu-ops
-    sets them to 0."""
+    """The vendor's operator leaves rows behind the last sequence unwritten or with any values.
+
+    npu-ops sets them to 0.
+    """
     packed = dataclasses.replace(packed, trains=trains)
     call, owned = packed.call(), packed.call(sum(LENGTHS))
     for name in packed.tokens:

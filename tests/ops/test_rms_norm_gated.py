@@ -65,7 +65,7 @@ def test_modules_of_transformers(module, settings, implementation, device):
 
 @IMPLEMENTATIONS
 def test_transformers_in_bfloat16(implementation, device):
-    """transformers rounds twice more, so it may be three roundings away; ours is one from fp64."""
+    """transformers rounds three times, so it may differ by that much; ours is one from fp64."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     theirs = of_transformers(Qwen3NextRMSNormGated(128))(**inputs)
     actual = run(implementation, support.on_device(inputs, device))["output 0"].cpu()

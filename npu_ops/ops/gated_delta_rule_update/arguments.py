@@ -187,7 +187,7 @@ def check_values(inputs) -> None:
     rows, accepted = inputs.intermediate_state_indices, inputs.num_accepted_tokens
     per_token = slots.dim() == 2
     lengths = _lengths(inputs.v.shape[0], slots.shape[0], inputs.cu_seqlens)
-    # No other value of a skipped sequence is read.
+    # A sequence whose first slot is -1 is skipped: its other indices may be anything.
     used = _first_slots(slots, accepted) != -1
     slots, lengths = slots[used], lengths[used]
     rows, accepted = (None if x is None else x[used] for x in (rows, accepted))

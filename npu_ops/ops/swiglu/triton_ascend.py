@@ -76,7 +76,7 @@ def _swiglu_backward_kernel(
 
 
 def swiglu(gate, up, out) -> None:
-    """Write out. Arguments as in the operator, as matrices."""
+    """Compute `out`. The tensors are the operator's arguments, as matrices."""
     _launch(_swiglu_kernel, (*halves(gate, up), out), TILE)
 
 

@@ -14,7 +14,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Yield all patches, in the order of their names."""
+    """Yield all patches, in the order of their modules' names."""
     for module in pkgutil.iter_modules(__path__):
         if module.name != "functions":
             yield from importlib.import_module(f"{__name__}.{module.name}").patches()

@@ -122,7 +122,7 @@ def _passed_on_to(function: types.FunctionType) -> Callable | None:
 
 
 def _by_jit_fuser(original: Callable) -> bool:
-    """Return whether the source has @jit_fuser. Functions with @torch.compile stay compiled."""
+    """Return whether the source has @jit_fuser; one with @torch.compile alone is left as it is."""
     try:
         source = inspect.getsource(original)
     except (OSError, TypeError):

@@ -97,10 +97,10 @@ def _mask(original: None) -> Callable:
 
 
 def _note_packing(mask) -> None:
-    """If a mask is packed and causal, attach the sequences' starts and the values to it.
+    """If a mask is packed and causal, attach the sequences' starts and a copy of the mask to it.
 
-    The host waits for the comparison of the values, so traces, captured graphs and masks that are
-    not square (as in decoding) are skipped.
+    Comparing the mask's values makes the host wait, so traces and captured graphs are skipped, as
+    are masks that are not square (as in decoding).
     """
     square = mask.shape[0] == 1 and mask.shape[2] == mask.shape[3]
     if not square or not is_plain(mask) or is_captured(mask.device):

@@ -17,7 +17,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
 # With at least so many columns, the vendor's compiler vectorises a cumulative sum along tokens.
 NARROWEST = 8
-# Chunks per tile. For packed sequences: chunks and sequences per tile.
+# Chunks per tile without and with packed sequences; lengths of sequences that are loaded at once.
 INDICES, SEARCHED, SEQUENCES = 256, 64, 32
 
 

@@ -18,7 +18,7 @@ class ServerArgs:
 
 class SGLangEngine:
     def __init__(self, begins=200):
-        # begins: what the server answers when a session begins
+        # begins: the HTTP status of the server's answer to begin_weight_update
         self.begins, self.asked = begins, []
 
     def _make_request(self, endpoint, payload=None):
