@@ -1,6 +1,7 @@
 """npu-ops doctor: its text for each state within 80 columns, and its exit status."""
 
 import re
+import subprocess
 import sys
 
 import npu_ops_adapters
@@ -42,6 +43,32 @@ def found_with(**changes):
         "implementations": [], "patches": [], "preferences": [], "not in force": [],
         "support": "tested",
     } | changes  # fmt: skip
+
+
+ALONE = """
+import importlib.machinery, sys
+
+class Alone(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in FRAMEWORKS
+        return None if hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Alone
+sys.argv[1:] = ["doctor"]
+from npu_ops_tools.__main__ import main
+main()
+"""
+FRAMEWORKS = {*map(doctor._package, npu_ops_adapters.modules()), "megatron", "fla", "peft"}
+
+
+def test_an_environment_without_any_framework():
+    code = f"FRAMEWORKS = {FRAMEWORKS!r}{ALONE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(re.findall(r"([\w.]+), \d+ patches: (.+)", done.stdout))
+    assert {"transformers", "sglang", "vllm"} <= found.keys()
+    assert set(found.values()) == {"not installed"}
 
 
 # Patches

@@ -176,13 +176,13 @@ def modules() -> list[str]:
 
     They are those listed by name, and those whose source defines a rule of linear attention.
     """
-    spec = importlib.util.find_spec("transformers.models")
-    folders = spec.submodule_search_locations if spec else ()
+    package = importlib.util.find_spec("transformers")
+    roots = package.submodule_search_locations or () if package else ()
     defined = re.compile(rf"^def ({RULE}|{RULE_BY_CHANNEL})\(", re.MULTILINE)
     found = [
         path.parent.name
-        for folder in folders
-        for path in sorted(pathlib.Path(folder).glob("*/modeling_*.py"))
+        for root in roots
+        for path in sorted(pathlib.Path(root).glob("models/*/modeling_*.py"))
         if path.stem == f"modeling_{path.parent.name}" and defined.search(path.read_text("utf-8"))
     ]
     return [home(model) for model in (*BY_NAME, *found)]
