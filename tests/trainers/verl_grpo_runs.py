@@ -124,6 +124,10 @@ def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
 
 
 VLLM = {"num_gpu_blocks_override": 64, "block_size": 128}
+FOR_DELTA_NET = [  # verl tells Qwen3-Next's layers no lengths of packed sequences
+    f"{MODEL}.use_remove_padding=False",
+    f"+{ROLLOUT}.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32",
+]
 
 
 def with_vllm(dtype: str, eager: bool) -> list[str]:
