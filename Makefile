@@ -104,7 +104,7 @@ test-all: check fetch
 # RELAX_COMMIT: the commit of that clone, where it is not the one that tests/trainers/fetch_relax.py names.
 # Where others use the machine too, a run takes more than the 10 minutes of other tests.
 FOR_LONG := --timeout 3000
-test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
+test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready .cache/vllm/ready
 	$(ON_CPU) $(FOR_LONG) tests/trainers tests/adapters/test_verl.py
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime.py $(SLIME) $(MEGATRON) $(MINDSPEED))
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime_newest.py $(SLIME) $(MEGATRON) $(MINDSPEED))

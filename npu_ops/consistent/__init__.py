@@ -64,6 +64,7 @@ def _operators(device: str) -> list[tuple]:
     found = [("aten", products.OPERATORS | norms.OPERATORS, *keys)]
     if device != "CPU":  # torch_npu's operators have NPU kernels only
         found += [
+            ("aten", norms.OPERATORS_UNDER_AUTOCAST, f"Autocast{device}"),
             ("npu", norms.OPERATORS_OF_TORCH_NPU | experts.OPERATORS_OF_TORCH_NPU, *keys),
             ("npu", experts.SHARED_WITH_TORCH_NPU, "BackendSelect"),
         ]
@@ -75,5 +76,5 @@ def _forget_what_was_traced() -> None:
 
     Tracing fills this cache. It would still return the kernels from before the replacement.
     """
-    for name in products.OPERATORS | norms.OPERATORS:
+    for name in products.OPERATORS | norms.OPERATORS | norms.OPERATORS_UNDER_AUTOCAST:
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()

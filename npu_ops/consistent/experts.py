@@ -36,7 +36,7 @@ def weighted_sum(rows, place, weights=None) -> torch.Tensor:
     found = rows[place.gather(-1, order)]
     if weights is not None:
         found = found * weights.gather(-1, order).to(rows.dtype)[..., None]
-    return found.sum(1)
+    return found.sum(1, dtype=rows.dtype)  # which autocast would make fp32
 
 
 def order_of(numbers) -> torch.Tensor:

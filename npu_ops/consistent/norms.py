@@ -4,6 +4,9 @@ MindSpeed, vllm-ascend and verl call torch_npu's norms, Megatron calls torch's. 
 `npu_ops.rms_norm`, which rounds once; npu-ops also installs it in transformers and SGLang.
 torch_npu's `npu_swiglu` rounds once. A transformers model rounds silu(gate) and then the product,
 so this replacement rounds twice, too.
+
+verl's FSDP actor computes under autocast, where layer norms of a vision tower would be fp32. They
+keep the dtype of their tensors here.
 """
 
 from __future__ import annotations
@@ -23,6 +26,18 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
     if not plain or len(normalized_shape) != 1 or input.dtype is torch.float64:
         return torch.ops.aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
     return norm.rms_norm(input, weight, eps)
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    """Compute in the dtype of the tensors, which a server without autocast does too.
+
+    Under autocast PyTorch computes in fp32. Tensors of several dtypes still become fp32.
+    """
+    given = input, weight, bias
+    with torch.autocast(input.device.type, enabled=False):
+        if len({x.dtype for x in given if x is not None}) > 1:
+            given = [None if x is None else x.float() for x in given]
+        return torch.layer_norm(given[0], normalized_shape, given[1], given[2], eps)
 
 
 def npu_rms_norm(input, gamma, epsilon=1e-6):
@@ -52,6 +67,7 @@ def _rstd(x: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 OPERATORS = {"rms_norm": rms_norm}
+OPERATORS_UNDER_AUTOCAST = {"layer_norm": layer_norm}
 OPERATORS_OF_TORCH_NPU = {
     function.__name__: function
     for function in (npu_rms_norm, npu_gemma_rms_norm, npu_add_rms_norm, npu_swiglu)

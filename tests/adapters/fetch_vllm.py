@@ -24,6 +24,7 @@ BUILDS = FOLDER / "setuptools-scm-8.3.1"  # vLLM's setup.py needs it
 HERE = pathlib.Path(__file__).parent
 REQUIREMENTS = HERE / "vllm_cpu" / "requirements.txt"
 ENGINE = HERE / "vllm_npu" / "requirements.txt"
+SERVER = HERE / "vllm_server" / "requirements.txt"
 
 
 def tree() -> pathlib.Path:
@@ -36,6 +37,12 @@ def engine() -> pathlib.Path:
     return fetching.tree(FOLDER / f"engine-{VERSION}", "tests/adapters/fetch_vllm.py")
 
 
+def server() -> list[pathlib.Path]:
+    """Return the folders for PYTHONPATH of verl and the vLLM that it starts, in their order."""
+    packages = fetching.tree(FOLDER / f"server-{VERSION}", "tests/adapters/fetch_vllm.py")
+    return [SERVER.parent, packages, engine(), tree()]
+
+
 def ascend() -> pathlib.Path:
     """Return a later vllm-ascend, whose sources tests read; to run it would need another vLLM."""
     return fetching.tree(FOLDER / f"ascend-{READ}", "tests/adapters/fetch_vllm.py")
@@ -45,7 +52,9 @@ def fetch() -> None:
     """Download everything, unless the folders exist."""
     fetching.install(FOLDER / f"ascend-{READ}", f"vllm-ascend=={READ}")
     fetching.install(BUILDS, "setuptools-scm==8.3.1")
-    fetching.install(FOLDER / f"engine-{VERSION}", "--no-compile", "--requirement", str(ENGINE))
+    for name, requirements in {"engine": ENGINE, "server": SERVER}.items():
+        folder = FOLDER / f"{name}-{VERSION}"
+        fetching.install(folder, "--no-compile", "--requirement", str(requirements))
     if (FOLDER / VERSION).exists():
         return
     print("0.2 GB, a minute", flush=True)

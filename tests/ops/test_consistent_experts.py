@@ -144,6 +144,18 @@ if "npu" in devices():
             torch.ops.npu.npu_moe_token_unpermute(x, index.int().flatten(), weights, True)
 
     @on_npu
+    @pytest.mark.parametrize("sums", [unpermuted, finalized])
+    def test_the_sum_has_the_dtype_of_its_rows_under_autocast(device, sums):
+        """There PyTorch's sum is fp32. verl's FSDP actor computes under autocast."""
+        x, _, _, weights, index = drawn(device)
+        rows, place, _ = routed(x, index)
+        expected = sums(rows, place, weights, index)
+        with torch.autocast(device, torch.bfloat16):
+            assert rows.sum(1).dtype is torch.float32
+            found = sums(rows, place, weights, index)
+        assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
+
+    @on_npu
     def test_gradients_of_the_sum(device):
         x, _, _, weights, index = drawn(device)
         rows, place, _ = routed(x, index)

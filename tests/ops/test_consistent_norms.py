@@ -102,3 +102,29 @@ if "npu" in devices():
         expected = torch.autograd.grad((torch.nn.functional.silu(gate) * up).sum(), (x, weight))
         for own, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(own.cpu().double(), theirs, rtol=1e-4, atol=1e-4)
+
+    @on_npu
+    @MODES
+    def test_autocast_leaves_a_layer_norm_its_dtype(device, mode):
+        """Its bf16 and fp32 kernels round a few elements differently."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(4096, 32, generator=draw).to(device, torch.bfloat16)
+        weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0])
+        expected = torch.nn.functional.layer_norm(x, (32,), weight, bias)
+        with mode(), torch.autocast(device, torch.bfloat16):
+            found = torch.nn.functional.layer_norm(x, (32,), weight, bias)
+            mixed = torch.nn.functional.layer_norm(x, (32,), weight.float(), bias.float())
+        assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
+        assert mixed.dtype is torch.float32
+
+    @on_npu
+    def test_gradients_of_a_layer_norm_under_autocast(device):
+        given = [x.requires_grad_() for x in drawn(device)[::2]]
+
+        def gradients(enabled):
+            with torch.autocast(device, torch.bfloat16, enabled=enabled):
+                out = torch.nn.functional.layer_norm(given[0], (96,), given[1])
+            return torch.autograd.grad(out.float().square().sum(), given)
+
+        for found, expected in zip(gradients(True), gradients(False), strict=True):
+            assert torch.equal(found, expected)

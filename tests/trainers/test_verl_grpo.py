@@ -13,6 +13,7 @@ import os
 
 import fetch_sglang
 import pytest
+import sglang_process
 import verl_grpo_runs
 import verl_runs
 
@@ -151,3 +152,52 @@ def test_with_the_setting_the_actor_has_sglangs_probabilities(tmp_path):
 
 def test_without_the_setting_it_does_not(tmp_path):
     assert max(sampled_in_bf16(tmp_path)) > 1e-5
+
+
+def with_vllm(folder, model: str, dtype: str, eager: bool, **changes) -> verl_grpo_runs.Steps:
+    """verl's trainer and the vLLM that it starts, both on one emulated NPU."""
+    changes |= verl_grpo_runs.beside_vllm()
+    path = changes["PYTHONPATH"]
+    verl_runs.write_models(folder, (model,), PYTHONPATH=path)  # by vLLM's transformers
+    lines = Run(model).lines(folder, "npu_ops") + verl_grpo_runs.with_vllm(dtype, eager)
+    if model == "qwen3_next_served":
+        lines += verl_grpo_runs.FOR_DELTA_NET
+    if dtype == "bfloat16":
+        lines = [line.replace("param_dtype:fp32", "param_dtype:bf16") for line in lines]
+    found = verl_grpo_runs.run(folder, "npu_ops", "vllm", lines, "none", 1, **changes)
+    assert len(found.sampled) == 3 and min(found.metrics["actor/grad_norm"]) > 0.1
+    (calls,) = found.calls
+    assert calls["attention"] == calls["apply_rotary_pos_emb"] >= 48
+    return found
+
+
+SERVING = {"rms_norm", "add_rms_norm", "rope", "attention", "linear"}
+SERVING_NEXT = SERVING | {
+    *("causal_conv1d", "causal_conv1d_update", "l2norm", "rms_norm_gated"),
+    *("chunk_gated_delta_rule", "gated_delta_rule_update", "grouped_linear"),
+}
+
+
+# vllm-ascend's own attention takes no fp32. Graphs are verl's default.
+@pytest.mark.parametrize(
+    "model, dtype, eager, operators",
+    [
+        ("qwen3_served", "float32", True, SERVING),
+        ("qwen3_served", "bfloat16", False, SERVING),
+        ("qwen3_next_served", "bfloat16", True, SERVING_NEXT),
+    ],
+)
+def test_vllm_as_rollout(tmp_path, model, dtype, eager, operators):
+    """With the setting its probabilities are the actor's bit for bit, also by new weights."""
+    found = with_vllm(tmp_path, model, dtype, eager, NPU_OPS_CONSISTENT="1")
+    assert found.sampled == (0, 0, 0)
+    served = sglang_process.calls(found.said)
+    assert {op for op, _ in served} == operators, served
+    assert {implementation for _, implementation in served} == {"triton_ascend"}, served
+    assert eager or "Capturing CUDA graphs" in found.said
+
+
+def test_without_the_setting_vllm_has_other_probabilities(tmp_path):
+    found = with_vllm(tmp_path, "qwen3_served", "bfloat16", True)
+    assert max(found.sampled) > 1e-5
+    assert set(sglang_process.calls(found.said)) == {("rope", "triton_ascend")}

@@ -34,6 +34,8 @@ TEXT = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     tie_word_embeddings=False, pad_token_id=0, eos_token_id=2, bos_token_id=None,
 )  # fmt: skip
+# As many tokens as the tokenizer has: verl's vLLM gives others no probability, and its actor does.
+SERVED = dict(vocab_size=348, initializer_range=0.1)
 EXPERTS = dict(  # all sizes differ: by them transformers tells how saved weights are transposed
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
@@ -63,8 +65,14 @@ PARTIAL = rope([4, 2, 2], partial_rotary_factor=0.5)
 # The prefix of a model's class names, and the settings of its text model and vision tower.
 MODELS = {
     "qwen3": ("Qwen3", TEXT, None),
+    "qwen3_served": ("Qwen3", TEXT | SERVED, None),
     "qwen3_moe": ("Qwen3Moe", TEXT | EXPERTS | dict(norm_topk_prob=True), None),  # as released
     "qwen3_next": ("Qwen3Next", TEXT | DELTA_NET | EXPERTS | SHARED_EXPERT, None),
+    "qwen3_next_served": (
+        "Qwen3Next",
+        TEXT | DELTA_NET | EXPERTS | SHARED_EXPERT | SERVED,
+        None,
+    ),
     "qwen3_5": ("Qwen3_5", TEXT | DELTA_NET | PARTIAL, VISION),
     "qwen3_5_moe": ("Qwen3_5Moe", TEXT | DELTA_NET | EXPERTS | SHARED_EXPERT | PARTIAL, VISION),
     "qwen3_vl": ("Qwen3VL", TEXT | rope([8, 4, 4]), VISION | DEEPSTACK),

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 
 import fetch_sglang
+import fetch_vllm
 import verl_runs
 from verl_runs import FP32, HERE
 
@@ -34,16 +35,17 @@ class Steps:
 
     metrics: verl's, per step, by name.
     passes: per step, log-probabilities of the actor before its update, then of the reference. Each
-    maps
-      a sequence's tokens to its log-probabilities.
+      maps a sequence's tokens to its log-probabilities.
     sampled: per step, the largest difference between the actor's and the rollout's probabilities.
     calls: counted calls of each worker.
+    said: the output of all processes.
     """
 
     metrics: Mapping[str, tuple[float, ...]]
     passes: tuple[Mapping[str, list[float]], ...]
     sampled: tuple[float, ...]
     calls: tuple[Mapping[str, int], ...]
+    said: str
 
 
 def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data="text") -> list:
@@ -123,6 +125,43 @@ def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "SGLANG_PLATFORM": "sglang_npu"}
 
 
+VLLM = {"num_gpu_blocks_override": 64, "block_size": 128}
+FOR_DELTA_NET = [  # verl tells Qwen3-Next's layers no lengths of packed sequences
+    f"{MODEL}.use_remove_padding=False",
+    f"+{ROLLOUT}.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32",
+]
+
+
+def with_vllm(dtype: str, eager: bool) -> list[str]:
+    """vLLM's engine on the actor's emulated NPU. Its sleep mode needs a library of CANN."""
+    return [
+        f"{MODEL}.external_lib=verl_vllm",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.dtype={dtype}",
+        f"{ROLLOUT}.free_cache_engine=False",
+        f"+{ROLLOUT}.enable_sleep_mode=False",
+        f"{ROLLOUT}.enforce_eager={eager}",
+        f"{ROLLOUT}.gpu_memory_utilization=0.1",
+        f"{ROLLOUT}.max_model_len=512",
+        f"{ROLLOUT}.max_num_batched_tokens=512",
+        f"{ROLLOUT}.max_num_seqs=16",
+        f"{ROLLOUT}.load_format=dummy",
+        *(f"+{ROLLOUT}.engine_kwargs.vllm.{name}={value}" for name, value in VLLM.items()),
+    ]
+
+
+def beside_vllm() -> dict[str, str]:
+    """Variables of all processes: as a user installs them, vLLM's transformers is verl's too."""
+    path = [*map(str, fetch_vllm.server()), verl_runs.variables()["PYTHONPATH"]]
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "VERL_USE_EXTERNAL_MODULES": "verl_without_ipc",
+        "CUDA_VISIBLE_DEVICES": "",  # for which vLLM keeps a Triton that has no device yet
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_DEDUP_LOGS": "0",  # the server's calls are lines
+    }
+
+
 def on(workers: int) -> list[str]:
     """Return settings that tell Ray about the NPUs, which it would look for in /dev."""
     ray = {"address": "local", "include_dashboard": False, "object_store_memory": 200_000_000}
@@ -156,11 +195,11 @@ def run(
     # Names of sockets are limited to 107 characters, which include Ray's folder.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:
         files = {"VERL_FILE_LOGGER_PATH": f"{results}.jsonl", "RAY_TMPDIR": ray}
-        verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files, **changes)
-    return read(results)
+        said = verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files, **changes)
+    return read(results, said)
 
 
-def read(results: pathlib.Path) -> Steps:
+def read(results: pathlib.Path, said: str) -> Steps:
     lines = results.with_suffix(".jsonl").read_text().splitlines()
     steps = [json.loads(line)["data"] for line in lines]
     files = sorted(results.parent.glob(f"{results.name}.*.json"))
@@ -171,4 +210,5 @@ def read(results: pathlib.Path) -> Steps:
         tuple({tokens: row for part in parts for tokens, row in part.items()} for parts in passes),
         tuple(step["training/rollout_probs_diff_max"] for step in steps),
         tuple(worker["calls"] for worker in workers),
+        said,
     )

@@ -53,9 +53,9 @@ def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data
     ]
 
 
-def write_models(folder: pathlib.Path, names) -> None:
+def write_models(folder: pathlib.Path, names, **changes: str) -> None:
     code = f"import pathlib, verl_data; verl_data.write(pathlib.Path({str(folder)!r}), {names!r})"
-    finish([sys.executable, "-c", code], variables(NPU_OPS_DISABLE="all"))
+    finish([sys.executable, "-c", code], variables(NPU_OPS_DISABLE="all", **changes))
 
 
 def run(
@@ -82,8 +82,8 @@ def run(
     return {name: read(folder / who, name, ranks) for name in runs}
 
 
-def finish_as(who: str, devices: int, command: list[str], **changes: str) -> None:
-    """Run a command as `who`: "truth" on the CPU, the others on emulated NPUs."""
+def finish_as(who: str, devices: int, command: list[str], **changes: str) -> str:
+    """Run a command as `who`, and return its output: "truth" on the CPU, others on emulated NPUs."""
     if who != "npu_ops":
         changes = {"NPU_OPS_DISABLE": "all"} | changes
     if who == "truth":
@@ -91,7 +91,7 @@ def finish_as(who: str, devices: int, command: list[str], **changes: str) -> Non
         changes["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu"
     else:
         command = emulated(devices, command)
-    finish(command, variables(**changes))
+    return finish(command, variables(**changes))
 
 
 def emulated(devices: int, command: list[str]) -> list[str]:
@@ -122,7 +122,9 @@ def variables(**changes: str) -> dict[str, str]:
     return os.environ | ALONE | {"PYTHONPATH": path} | changes
 
 
-def finish(command: list[str], environment: dict[str, str]) -> None:
+def finish(command: list[str], environment: dict[str, str]) -> str:
+    """Run a command, and return all it said."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return done.stdout + done.stderr
