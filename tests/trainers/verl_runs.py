@@ -83,7 +83,7 @@ def run(
 
 
 def finish_as(who: str, devices: int, command: list[str], **changes: str) -> str:
-    """Run a command as `who`, and return its output: "truth" on the CPU, others on emulated NPUs."""
+    """Run a command as `who`, "truth" on the CPU, others on emulated NPUs; return its output."""
     if who != "npu_ops":
         changes = {"NPU_OPS_DISABLE": "all"} | changes
     if who == "truth":
