@@ -102,8 +102,16 @@ def test_it_is_searched_as_files(site, words, page, result):
         browser = running.chromium.launch(executable_path=system, args=["--no-sandbox"])
         view = browser.new_page()
         view.goto((site / page).as_uri())
-        # The theme listens to key events and ignores a field that is filled at once.
-        view.locator("[data-md-component=search-query]").press_sequentially(words)
+        # The theme loads its index when the field gets the focus, and says so; it misses keys that
+        # are pressed before. It listens to key events and ignores a field that is filled at once.
+        field, said = "[data-md-component=search-query]", ".md-search-result__meta"
+        loading = view.locator(said).text_content()
+        view.locator(field).focus()
+        view.wait_for_function(
+            "([said, before]) => document.querySelector(said).textContent != before",
+            arg=[said, loading],
+        )
+        view.locator(field).press_sequentially(words)
         view.wait_for_selector(".md-search-result__link")
         found = [
             a.get_attribute("href") for a in view.query_selector_all(".md-search-result__link")
