@@ -103,7 +103,7 @@ def test_it_is_searched_as_files(site, words, page, result):
         view = browser.new_page()
         view.goto((site / page).as_uri())
         # The theme loads its index when the field gets the focus, and says so; it misses keys that
-        # are pressed before. It listens to key events and ignores a field that is filled at once.
+        # are pressed before. It listens to keys, of which an input method presses one at the end.
         field, said = "[data-md-component=search-query]", ".md-search-result__meta"
         loading = view.locator(said).text_content()
         view.locator(field).focus()
@@ -112,6 +112,7 @@ def test_it_is_searched_as_files(site, words, page, result):
             arg=[said, loading],
         )
         view.locator(field).press_sequentially(words)
+        view.locator(field).press("End")
         view.wait_for_selector(".md-search-result__link")
         found = [
             a.get_attribute("href") for a in view.query_selector_all(".md-search-result__link")
