@@ -20,11 +20,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def mixed_dtypes():
-    """All combinations of four dtypes, as pytest parameters.
+    """Return all combinations of dtypes for four arguments, as pytest parameters.
 
-    Nine of them run in `make test`: in any two places these contain every pair of dtypes (an
-    orthogonal
-    array, Taguchi's L9). The others run in `make test-all`.
+    Nine of them run in `make test`: for any two arguments these contain every pair of dtypes (an
+    orthogonal array, Taguchi's L9). The others run in `make test-all`.
     """
     chosen = [
         (i, j, (i + j) % 3, (i + 2 * j) % 3) for i, j in itertools.product(range(3), repeat=2)
@@ -32,6 +31,14 @@ def mixed_dtypes():
     return [
         pytest.param(*(DTYPES[i] for i in row), marks=() if row in chosen else pytest.mark.slow)
         for row in itertools.product(range(3), repeat=4)
+    ]
+
+
+def often(values, chosen, name=str) -> list:
+    """Return `values` as pytest parameters with `name(value)` as ids; all but `chosen` are slow."""
+    return [
+        pytest.param(x, id=name(x), marks=() if name(x) in chosen else pytest.mark.slow)
+        for x in values
     ]
 
 

@@ -17,6 +17,7 @@ import transformers_models
 from npu_ops_adapters.transformers import attention as adapter
 from npu_ops_adapters.transformers import models
 from processes import HERE, environment
+from support import often
 from transformers import StaticCache, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
@@ -114,12 +115,10 @@ def expected_calls_of(version: str, name: str, attention: bool) -> dict:
     return expected
 
 
-OLDEST_OFTEN = [
-    pytest.param(version, marks=[pytest.mark.slow] * (version != "4.57.6")) for version in OLDER
-]
+OLDER_RELEASES = pytest.mark.parametrize("version", often(OLDER, ("4.57.6",)))
 
 
-@pytest.mark.parametrize("version", OLDEST_OFTEN)
+@OLDER_RELEASES
 def test_older_versions(version):
     """Runs in another process."""
     done = subprocess.run(
@@ -136,7 +135,7 @@ def test_older_versions(version):
     assert dict(lines) == expected, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("version", OLDEST_OFTEN)
+@OLDER_RELEASES
 def test_nothing_of_an_older_version_is_refused(version):
     """doctor imports all of its models."""
     done = subprocess.run(

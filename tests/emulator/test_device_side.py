@@ -6,6 +6,7 @@ import re
 import device_side
 import pytest
 from npu_ops_emulator import headers
+from support import often
 
 pytestmark = pytest.mark.skipif(
     device_side.why_not() is not None, reason=str(device_side.why_not())
@@ -36,17 +37,11 @@ def number(mistake: str) -> int:
 
 
 SOURCES = sorted(headers.kernel_sources().glob("*/*_ascendc.cpp"))
-OFTEN = ("gated_delta_rule_update", "rope")  # the largest one, and a plain one
-SOME = [
-    pytest.param(
-        source, id=source.parent.name,
-        marks=[] if source.parent.name in OFTEN else pytest.mark.slow,
-    )
-    for source in SOURCES
-]  # fmt: skip
+# In `make test` the largest kernel and a small one.
+KERNELS = often(SOURCES, ("gated_delta_rule_update", "rope"), lambda path: path.parent.name)
 
 
-@pytest.mark.parametrize("source", SOME)
+@pytest.mark.parametrize("source", KERNELS)
 def test_a_device_has_nothing_against_our_kernels(source):
     assert device_side.findings(source) == []
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from npu_ops_tools import launches
+from support import often
 from transformers import OlmoHybridConfig, Qwen3_5TextConfig, Qwen3Config, Qwen4ExpTextConfig
 from typer.testing import CliRunner
 
@@ -75,12 +76,7 @@ def launched(folder, tokens: str = "128") -> dict:
     return {way: {step["name"]: step for step in steps} for way, steps in said.items()}
 
 
-SELDOM = {"qwen3", "olmo_hybrid", "qwen4_exp"}  # half a minute each
-
-
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m in SELDOM)) for m in MOST]
-)
+@pytest.mark.parametrize("model", often(MOST, ("qwen3_5",)))  # half a minute each
 def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
     """Checks one layer of each kind, and that there are far fewer launches than without npu-ops."""
     CONFIGURATIONS[model].save_pretrained(tmp_path)

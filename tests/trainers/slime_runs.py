@@ -41,8 +41,7 @@ class Model:
     on_cpu: more arguments for the truth.
     data: "rollout", or "pictures" with one in each answer.
     mindspeed_first: with slime's patches, import MindSpeed before mbridge; otherwise Megatron has
-    no
-      layers for the model.
+    no layers for the model.
     """
 
     layers: tuple[str, ...]

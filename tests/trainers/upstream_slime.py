@@ -75,8 +75,7 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
     """slime's own Qwen3-Next layers with our operators as fla; each rank computes them whole.
 
     npu-ops repairs two faults of theirs. The truth has one of them repaired, too; the other needs
-    two
-    ranks.
+    two ranks.
     """
     found = runs.run(folder, "npu_ops", "qwen3_next", devices)
     agree(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)

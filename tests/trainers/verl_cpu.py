@@ -40,8 +40,7 @@ def register() -> None:
     }
     PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), body))
     # verl asks for "cpu:gloo,<device>:<backend>", which would name the CPU twice. FSDP requires
-    # modules
-    # on a GPU before it broadcasts them.
+    # modules on a GPU before it broadcasts them.
     start = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, **kwargs: start("gloo", **kwargs)
     fsdp._check_module_states_for_sync_module_states = lambda *args, **kwargs: None

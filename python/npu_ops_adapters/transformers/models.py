@@ -177,7 +177,7 @@ def modules() -> list[str]:
     They are those listed by name, and those whose source defines a rule of linear attention.
     """
     package = importlib.util.find_spec("transformers")
-    roots = package.submodule_search_locations or () if package else ()
+    roots = package and package.submodule_search_locations or ()
     defined = re.compile(rf"^def ({RULE}|{RULE_BY_CHANNEL})\(", re.MULTILINE)
     found = [
         path.parent.name

@@ -1,3 +1,0 @@
-from verl.plugin.platform.platform_npu import PlatformNPU
-
-PlatformNPU.is_ipc_supported = lambda self: False
