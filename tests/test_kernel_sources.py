@@ -36,9 +36,8 @@ def passed_on_from_one_start(source):
     """Yield (kernel, target, value) for names that a loop assigns and that start as one value.
 
     Triton 3.6 visits a loop's body once to learn which names it changes. A name that then still
-    holds
-    its old value is silently taken for a constant of the loop: after `a, b = zero, zero`, a loop of
-    `b, a = a, new` keeps b at zero.
+    holds its old value is silently taken for a constant of the loop: after `a, b = zero, zero`, a
+    loop of `b, a = a, new` keeps b at zero.
     """
     for kernel in kernels(source):
         for loop in ast.walk(kernel):

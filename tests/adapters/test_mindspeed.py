@@ -18,7 +18,8 @@ from processes import environment
 
 HERE = pathlib.Path(__file__).parent
 BRANCHES = {"core_r0.12": "0.12.3", "core_r0.16": "0.16.1", "core_r0.18": "0.18.2"}
-# The order of imports only concerns code that all branches share: the branch that starts first.
+# The order of imports only concerns code that all branches share, so the branch that is imported
+# fastest is enough for the other orders.
 SELDOM = {(b, o) for b in ("core_r0.16", "core_r0.18") for o in ("late", "megatron first")}
 RUNS = [
     pytest.param(

@@ -492,8 +492,7 @@ def test_what_another_framework_has_put_there_is_known_elsewhere_by_name_alone(h
     """Another framework's replacement counts elsewhere only under the target's name.
 
     MindSpeed replaces both torch.compile and torch.jit.script by one function, which Megatron then
-    uses
-    as its decorator, too.
+    uses as its decorator, too.
     """
     third, user = types.ModuleType("third.compiler"), types.ModuleType("user.layers")
     theirs = types.FunctionType(double.__code__, {}, "nothing", (2,))

@@ -32,7 +32,7 @@ OPS = {
 }
 MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5", "qwen4exp")}
 MORE["qwen4exp"] += ["dtype=bfloat16"]  # SGLang has some of its weights only in this dtype
-# Compiling Qwen4-Exp takes a minute, and the compiled code rounds differently.
+# torch.compile is off for Qwen4-Exp: it takes a minute, and the compiled code rounds differently.
 SETTINGS_OF = {"qwen4exp": {"TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}}
 
 

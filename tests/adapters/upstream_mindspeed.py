@@ -6,16 +6,14 @@
 `--megatron` is a release that tests/adapters/fetch_megatron.py downloaded, or a folder: a clone of
 Megatron-LM for branches that need megatron.training. Modules that MindSpeed imports and a machine
 without an NPU lacks (torch_npu, torchair, ...) are replaced by stand-ins with any attribute; no
-file
-is changed. core_r0.18 imports MegatronAdaptor, which gives Megatron Transformer Engine's names.
-Without `--adaptor`, a clone of it, both have stand-ins; Transformer Engine's are empty classes. The
-exit status is 1 if a check fails.
+file is changed. core_r0.18 imports MegatronAdaptor, which gives Megatron Transformer Engine's
+names. Without `--adaptor`, a clone of it, both have stand-ins; Transformer Engine's are empty
+classes. The exit status is 1 if a check fails.
 
 `--train gpt`, or `gpt hybrid` if Megatron has Gated Delta Net, then trains small models with the
 Megatron that MindSpeed patched, after `repatch`, without and with npu-ops. It runs on the emulated
 NPU with its real torch_npu; see `npu-ops emulate --status`. Losses must agree, and npu-ops must
-have
-been called.
+have been called.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
     python tests/adapters/upstream_sgl_kernel_npu.py sgl-kernel-npu
 
 The argument is a clone of upstream's repository; none of its files is changed or copied. Its
-package
-must be built for an NPU, so modules whose functions call npu-ops replace it, and its operators in
-`torch.ops.npu`. The command restarts itself under `npu-ops emulate`. Some tests are scripts; their
-cases run one by one.
+package must be built for an NPU, so modules whose functions call npu-ops replace it, and its
+operators in `torch.ops.npu`. The command restarts itself under `npu-ops emulate`. Some tests are
+scripts; their cases run one by one.
 
 The exit status is 1 if a test fails for a reason not in KNOWN, or if none called npu-ops.
 """

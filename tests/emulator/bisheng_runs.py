@@ -1,8 +1,7 @@
 """Random inputs for kernels of fbgemm-ascend and MindIE-SD, with their expected results.
 
 Each function returns a Run of the kernel with its name. Tilings are as the packages' host code
-fills
-them; results come from numpy.
+fills them; results come from numpy.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ def of_ascend950(source: pathlib.Path, *flags: str) -> list[str]:
     """Return a sentence for each call that the headers do not declare for Ascend950.
 
     Bodies of the headers' functions are not checked: Ascend950's vector unit computes in registers,
-    and
-    clang does not know those instructions.
+    and clang does not know those instructions.
     """
     return [error for error in _errors_of_ascend950(source, *flags) if error not in _in_headers()]
 
@@ -97,8 +96,7 @@ def _errors_of_ascend950(source: pathlib.Path | None, *flags: str) -> list[str]:
     """Return clang's errors in our files, and failed static assertions.
 
     The headers' templates are not instantiated: they use register instructions, which is no fault
-    of
-    the kernel.
+    of the kernel.
     """
     architecture = ("-D__NPU_ARCH__=3510", "-D__DAV_C310__", "-D__DAV_C310_VEC__", "-D__DAV_VEC__",
                     "-D__CCE_AICORE__=310", "-DASCENDC_DUMP=0")  # fmt: skip

@@ -81,8 +81,7 @@ def rounded(values: np.ndarray, kind: str, how: str) -> np.ndarray:
     """Round to a float type, found by trying both neighbours.
 
     how: to nearest even (r), to nearest with ties away from zero (a), down (f), up (c), towards
-    zero
-    (z), to odd (o).
+    zero (z), to odd (o).
     """
     exact = values.astype(np.longdouble)
     limit = np.longdouble(GREATEST[kind])

@@ -180,8 +180,7 @@ def _slots_of_tokens() -> list[Wrong]:
     """One slot for each token's state."""
     return [
         # States from past and before the pool, accepted counts that are zero or too large. The last
-        # state
-        # of the last sequence but one has no slot.
+        # state of the last sequence but one has no slot.
         _call(
             "slots and counts", _delta(18, 20),
             {"state_indices": [[7, 1], [20, 3], [-2, 4], [5, 6], [8, 9], [10, -1], [11, 12],
@@ -207,8 +206,7 @@ def _kept_states() -> list[Wrong]:
     kept = _normal()(9, 2, 4, 8, 8)
     return [
         # A negative accepted count, one above the number of stored states, rows past the last and
-        # before
-        # the first, and a sequence without initial state.
+        # before the first, and a sequence without initial state.
         _call(
             "rows and counts", _delta(16, 10, intermediate_states=kept),
             {"state_indices": [0, 1, 2, 3, 4, 5, 6, 7],

@@ -245,8 +245,7 @@ def vllm_rotary(root: pathlib.Path, draw) -> Run:
         part * numbers(cos)[:, None] + swapped * numbers(sin)[:, None]
     )
     # Two tokens per turn: the first core has three turns, of which the last has one token; the
-    # second
-    # core has two.
+    # second core has two.
     tiling = np.array([2, heads, rotated, width, 2, 3, 2, 1, 2, start, each], np.int64)
     source = """#include <kernel_operator.h>
 struct RopeRegbaseTilingData {

@@ -72,8 +72,7 @@ class _Case:
         """Return the arguments of the call.
 
         With gradients nothing is `broken`, as a NaN reaches the gradients of its whole sequence.
-        With
-        malformed indices nothing is hidden, as these may select hidden rows.
+        With malformed indices nothing is hidden, as these may select hidden rows.
         """
         settings = self.case["settings"]
         if self.case["grad"] or self.case["way"] in ("checkpoint", *ways.TRANSFORMS):
@@ -489,8 +488,7 @@ def check_message(function: str, error: Exception) -> None:
     """Raise Wrong unless an error is a refusal that names an argument.
 
     A kernel that finds a wrong index value can only raise a RuntimeError, as torch's assertions do.
-    Its
-    text is like ours, after the source location that torch puts first.
+    Its text is like ours, after the source location that torch puts first.
     """
     names = {*inspect.signature(getattr(npu_ops, function)).parameters, *MORE_NAMES}
     operators = {function, *(op.name for op in pkgutil.iter_modules(npu_ops.ops.__path__))}

@@ -44,8 +44,7 @@ class Target:
     roundings: how often an output may be rounded, relative to its largest number.
     loose: intermediate results have the inputs' dtype; else they have fp32.
     met: arguments -> the largest intermediate number of the gradients. These may cancel, which in
-    the
-      formula they do exactly.
+    the formula they do exactly.
     tokens: arguments with a row per token, [1, T, ...].
     states: arguments with a row per sequence. With `tokens` and `states`, a packed sequence is also
       compared with itself alone, bit for bit, see `judge`.
@@ -72,8 +71,7 @@ class Target:
         """Strategy for all settings: either all are drawn, or only a few.
 
         With many values per setting a plain call is rare, and a defect that only plain calls have
-        would
-        stay hidden (Groce et al., "Swarm Testing", 2012).
+        would stay hidden (Groce et al., "Swarm Testing", 2012).
         """
         drawn = st.fixed_dictionaries({
             name: field.strategy if isinstance(field, Drawn) else st.sampled_from(field)
@@ -158,8 +156,7 @@ def packed(s, draw, tokens_name="tokens"):
     """Return (batch, tokens, cu_seqlens).
 
     They come from the settings "lengths" and "behind", the number of unowned tokens, or from
-    "batch"
-    and "tokens".
+    "batch" and "tokens".
     """
     if s["lengths"] is None:
         return s["batch"], s[tokens_name], None

@@ -197,8 +197,7 @@ def test_torch_makes_no_dual_of_expanded_memory():
     """The reason for which transforms are judged with clones; they can go when this test fails.
 
     torch gives a tangent the strides of its primal before it calls any function, and cannot write
-    to
-    expanded memory.
+    to expanded memory.
     """
     x = torch.randn(1, 4).expand(3, 4)
     tangent, called = torch.randn(3, 4), []

@@ -139,7 +139,7 @@ def test_step_by_step_is_one_pass(step, width, implementation, device):
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("drafts", [1, 3, 16])
 def test_rejected_drafts_leave_no_trace(width, drafts, implementation, device):
-    """vLLM's verification: drafts of which some are accepted equal one pass over the accepted."""
+    """After vLLM rejects some drafts, outputs equal those of one pass over the accepted tokens."""
     draw = torch.Generator().manual_seed(width)
     truth = torch.randn(1, 60, 12, generator=draw).to(device)
     weight = torch.randn(12, width, generator=draw).to(device)

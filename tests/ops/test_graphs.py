@@ -36,8 +36,7 @@ def chosen():
     """Yield (op, case, implementation, device) for NPUs.
 
     Dropout is left out, as the host draws its seeds, and so is the vendor's attention, which takes
-    few
-    of these calls.
+    few of these calls.
     """
     for op in ops():
         for case in cases.of(op).CASES:

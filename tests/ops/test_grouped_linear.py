@@ -1,4 +1,4 @@
-"""grouped_linear: what it promises beyond the contract in test_contract.py."""
+"""Tests of grouped_linear beyond those of every operator, which are in test_contract.py."""
 
 import pytest
 import torch

@@ -56,8 +56,7 @@ def by_implementation(ways, op):
     for way in ways:
         for chosen in implementations(Table.tables[op(way)]):
             # The vendor's operators and PyTorch's matrix products may give other bits. On CPUs,
-            # attention to
-            # a prompt uses these products.
+            # attention to a prompt uses these products.
             of_torch = op(way) == "attention" and chosen.values[0] == "cpu"
             if chosen.values[0] not in ("aclnn", "reference") and not of_torch:
                 name = f"{way}-{'-'.join(chosen.values)}"

@@ -1,4 +1,4 @@
-"""linear: what it promises beyond the contract in test_contract.py."""
+"""Tests of linear beyond those of every operator, which are in test_contract.py."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""swiglu: what it promises beyond the contract in test_contract.py."""
+"""Tests of swiglu beyond those of every operator, which are in test_contract.py."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ from npu_ops.ops.causal_conv1d_qkv.cases import TOLERANCES as QKV_TOLERANCES
 from npu_ops.ops.causal_conv1d_update import op as update
 
 WIDTHS = pytest.mark.parametrize("width", [5, 6, 7, 8])
-# Implementations whose kernels have one variable per tap, at most 4.
+# Implementations whose kernels support at most 4 taps: each tap is a variable of its own.
 NARROW = {"triton_ascend", "ascendc"}
 
 

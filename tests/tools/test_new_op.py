@@ -139,7 +139,7 @@ def test_tools_know_it(clone):
 @pytest.mark.slow
 @pytest.mark.parametrize("soc", SOCS)
 def test_rows_of_any_width_compile(clone, soc):
-    """Narrow rows, rows of exactly one tile, and rows that do not fit on chip."""
+    """Rows narrower than a tile, of exactly one tile, and too long for on-chip memory compile."""
     cases = "--case=odd-t65", "--case=qwen3-8b-t64", "--case=wide-20000"
     command = "npu_ops_tools", "compile", "toy", "--dtype=float32", f"--soc={soc}"
     assert "6 kernels, 0 with faults" in clone.python(*command, *cases)

@@ -36,7 +36,7 @@ def gather_tokens(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
 
 
 def gather_heads(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """Exchange all tokens with some heads for this rank's span of the tokens with all heads."""
+    """All-to-all: from all tokens of this rank's heads to all heads of this rank's tokens."""
     return sys.modules[_MODULE].gather_heads_scatter_seq(x, head_dim=heads, seq_dim=tokens)
 
 

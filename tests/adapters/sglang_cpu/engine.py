@@ -88,8 +88,7 @@ def main(arguments: list[str]):
     for folder, changes in jobs:
         print("model:", folder.name, file=sys.stderr, flush=True)
         # The last model's processes start as SGLang starts them. For the others forking is safe, as
-        # this
-        # process has no threads before it serves.
+        # this process has no threads before it serves.
         with forked() if folder != jobs[-1][0] else contextlib.nullcontext():
             for row in serve(folder, **dict(changes)):
                 print(json.dumps([folder.name, *row]), flush=True)

@@ -49,8 +49,7 @@ def qwen3next():
     """Return a model with three layers of Gated Delta Net, one of attention, and experts.
 
     It has 32 value heads, in groups: with fewer, PyTorch's exp on CPUs rounds elements past the
-    last
-    two vectors differently.
+    last two vectors differently.
     """
     config = transformers.Qwen3NextConfig(
         **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=8,
@@ -102,8 +101,7 @@ def qwen4exp(gate="sigmoid"):
     """Return a model with two layers of Gated Delta Net, two of sparse attention, and a tower.
 
     SGLang selects 512 or 2048 blocks of keys per query, so only prompts of more than 1025 tokens
-    leave
-    any out. The second sparse layer reads tables that the first might have changed.
+    leave any out. The second sparse layer reads tables that the first might have changed.
     """
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip

@@ -125,8 +125,7 @@ def as_it_was():
     """Restore vllm-ascend within the block, so that its method calls its own functions.
 
     Its chunked rule uses Triton extensions that the interpreter lacks. vllm-ascend's PyTorch
-    version
-    for another NPU replaces it.
+    version for another NPU replaces it.
     """
     import npu_ops_adapters
 

@@ -298,8 +298,7 @@ def forms(name, s):
     """Return the forms that an argument may have, None for any.
 
     Values that show dropped weights differ between keys, and hidden rows differ from others, so
-    they
-    cannot be expanded from one copy.
+    they cannot be expanded from one copy.
     """
     own = (name == "v" and s["p"]) or (name in ("k", "v", "block_table") and s["hide"])
     return tuple(form for form in FORMS if form != "expanded") if own else None

@@ -30,7 +30,10 @@ def asked(monkeypatch):
 
 
 def step(lengths, heads, key_heads, dim, value_dim, block, dtype, heads_first=False):
-    """Return a paged decode call: blocks in random order, one block unused, unowned rows NaN."""
+    """Return arguments of a decoding step with a paged KV cache.
+
+    Blocks are in random order and one is unused. Rows that belong to no sequence are NaN.
+    """
     draw = torch.Generator().manual_seed(sum(lengths) + dim)
     table, seqlens = make_table(lengths, block, draw)
     blocks = int(table.max()) + 2
