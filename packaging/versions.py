@@ -164,8 +164,11 @@ def run(row: Row, *command, cwd=None) -> str:
     Raises:
         Failed: the program ended with an error.
     """
+    program = row.folder / "bin" / command[0]
+    if not program.exists():
+        raise Failed(f"{command[0]} is not installed")
     done = subprocess.run(
-        [row.folder / "bin" / command[0], *command[1:]], cwd=cwd or row.folder,
+        [program, *command[1:]], cwd=cwd or row.folder,
         env=environment(row), capture_output=True, text=True,
     )  # fmt: skip
     (row.folder / "log").open("a").write(f"$ {command}\n{done.stdout}{done.stderr}\n")

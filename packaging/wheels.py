@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import zipfile
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,6 +31,8 @@ TORCH = "2.13.0"
 OLDER_TORCH = ("2.7.1", "2.8.0", "2.9.1")
 GLIBC = 28  # 2.28: manylinux_2_28
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
+# setuptools gathers a distribution in one folder of the sources, and then removes the folder.
+PACKING = threading.Lock()
 
 
 def run(*command, cwd=ROOT, stdout=None, **variables):
@@ -43,7 +46,9 @@ def sdist(sources, folder):
     folder.mkdir()
     code = f"import build_backend; build_backend.build_sdist({str(folder)!r})"
     packaging = str(ROOT / "packaging")
-    run(sys.executable, "-c", code, cwd=sources, stdout=subprocess.DEVNULL, PYTHONPATH=packaging)
+    with PACKING:
+        run(sys.executable, "-c", code, cwd=sources, stdout=subprocess.DEVNULL,
+            PYTHONPATH=packaging)  # fmt: skip
     (made,) = folder.glob("*.tar.gz")
     return made
 

@@ -87,3 +87,20 @@ def test_a_row_takes_the_place_of_the_one_before(monkeypatch, tmp_path):
     assert [(r["torch"], r["cpu"]) for r in support.tested()] == [
         ("2.9.0", "1 failed, 2 passed"), ("2.13.0", "9 passed"),
     ]  # fmt: skip
+
+
+def test_a_row_whose_installation_fails_says_so_in_each_step(monkeypatch, tmp_path):
+    """The other rows go on."""
+
+    def fail(row):
+        raise versions.Failed("pip failed")
+
+    monkeypatch.setattr(versions, "HERE", tmp_path)
+    monkeypatch.setattr(versions, "make", lambda row: None)
+    monkeypatch.setitem(versions.SHORT, "source", fail)
+    assert versions.measure(versions.rows()[0], versions.SHORT) == {
+        "environment": "ok",
+        "source": "pip failed",
+        "doctor": "failed: npu-ops is not installed",
+        "verify": "failed: npu-ops is not installed",
+    }
