@@ -51,25 +51,25 @@ def _causal_conv1d_qkv_backward_kernel(
     q_b, q_t, k_b, k_t, v_b, v_t, final_n, final_w, x_b, x_t, state_n, state_w,
     grad_x_b, grad_x_t, grad_state_n, grad_state_w,
     W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
-    BV: tl.constexpr, STARTS: tl.constexpr,
+    BV: tl.constexpr, UNROLLED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     conv.convolve_channels_backward(
         grad_q, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
         0, keys, eps, batch, sequences, length, chunk, width, q_b, q_t, final_n, final_w,
         x_b, x_t, state_n, state_w, grad_x_b, grad_x_t, grad_state_n, grad_state_w,
-        W, SILU, HEAD, BD, STEP, STARTS,
+        W, SILU, HEAD, BD, STEP, UNROLLED, STARTS,
     )  # fmt: skip
     conv.convolve_channels_backward(
         grad_k, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
         keys, 2 * keys, eps, batch, sequences, length, chunk, width, k_b, k_t, final_n, final_w,
         x_b, x_t, state_n, state_w, grad_x_b, grad_x_t, grad_state_n, grad_state_w,
-        W, SILU, HEAD, BD, STEP, STARTS,
+        W, SILU, HEAD, BD, STEP, UNROLLED, STARTS,
     )  # fmt: skip
     conv.convolve_channels_backward(
         grad_v, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
         2 * keys, width, eps, batch, sequences, length, chunk, width, v_b, v_t, final_n, final_w,
         x_b, x_t, state_n, state_w, grad_x_b, grad_x_t, grad_state_n, grad_state_w,
-        W, SILU, 0, BV, BV, STARTS,
+        W, SILU, 0, BV, BV, UNROLLED, STARTS,
     )  # fmt: skip
 
 
@@ -105,7 +105,8 @@ def causal_conv1d_qkv_backward(
         *grad_q.stride()[:2],
         *grad_k.stride()[:2], *grad_v.stride()[:2], *conv.strides(grad_final_state, 0, 2),
         *x.stride()[:2], *conv.strides(initial_state, 0, 2), *grad_x.stride()[:2],
-        *conv.strides(grad_initial_state, 0, 2), W=taps, SILU=silu, **plan.constants,
+        *conv.strides(grad_initial_state, 0, 2), W=taps, SILU=silu, UNROLLED=conv.UNROLLED,
+        **plan.constants,
     )  # fmt: skip
     finish(starts, grad_x, states=(grad_initial_state,))
     conv.write_totals(sums, grad_weight, grad_bias)

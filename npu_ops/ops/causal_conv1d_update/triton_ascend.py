@@ -11,7 +11,13 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
-from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
+from npu_ops.ops.causal_conv1d.triton_ascend import (
+    convolve,
+    load_row,
+    load_taps,
+    silu,
+    taps_first,
+)
 
 # Channels in a block, from the bytes that the vendor's compiler reserves on chip for each channel
 # (fp32, W = 4, windows). Blocks are not wider, so that few sequences still keep many cores busy.
@@ -113,7 +119,7 @@ def _causal_conv1d_update_kernel(
             if bias is not None:
                 z += offset
             if SILU:
-                z = z / (1.0 + tl.exp(-z))
+                z = silu(z)
             z = tl.where(good, z, nothing)
             _store(y + b * y_b + token * y_t, z, column, 1, width)
             if UPDATE:
@@ -163,7 +169,7 @@ def _one_token_kernel(
         if bias is not None:
             z += load_row(bias, column, width)
         if SILU:
-            z = z / (1.0 + tl.exp(-z))
+            z = silu(z)
         z = tl.where(good, z, tl.where(slot == pad, 0.0, float("nan")))
         _store(y + n * y_b, z, column, 1, width)
         if UPDATE:
