@@ -2,6 +2,7 @@
 
 import ast
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import time
 import zipfile
 
 import pytest
@@ -330,17 +332,30 @@ def test_wheels_are_built_from_a_tree_of_their_own(tmp_path):
     changed = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
     assert {str(p) for p in changed if egg not in str(p) and "__pycache__" not in str(p)} == set()
 
-    # Two at once, as packaging/versions.py makes them: setuptools gathers both in one folder.
-    tree = runpy.run_path(str(clone / "packaging/wheels.py"))["tree"]
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
+    made = tmp_path / "made"
+    made.mkdir()
+    tree = runpy.run_path(str(clone / "packaging/wheels.py"))["tree"](made)
+    files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    assert sources - NOT_SHIPPED <= files and not left & files - {"npu_ops.egg-info/SOURCES.txt"}
+
+
+def test_source_distributions_are_built_one_at_a_time(tmp_path, monkeypatch):
+    """packaging/versions.py asks for two at once; setuptools gathers both in the same folder."""
+    sdist = runpy.run_path(str(ROOT / "packaging/wheels.py"))["sdist"]
+    folders, running, most = [tmp_path / "one", tmp_path / "two"], [], []
+
+    def build(*command, **options):
+        running.append(command)
+        time.sleep(0.1)
+        most.append(len(running))
+        for folder in filter(pathlib.Path.exists, folders):
+            (folder / "made.tar.gz").touch()
+        running.pop()
+
+    monkeypatch.setitem(sdist.__globals__, "run", build)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        trees = [*pool.map(tree, folders)]
-    for made in trees:
-        files = {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()}
-        assert sources - NOT_SHIPPED <= files
-        assert not left & files - {"npu_ops.egg-info/SOURCES.txt"}
+        made = [*pool.map(functools.partial(sdist, ROOT), folders)]
+    assert made == [folder / "made.tar.gz" for folder in folders] and most == [1, 1]
 
 
 ADDRESSES = {
