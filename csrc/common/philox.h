@@ -99,9 +99,9 @@ class Philox {
   }
 
 #ifdef NPU_OPS_X86_CLONES
-  // The same rounds in 64-bit lanes, for even and odd columns in turn: the multiply ignores the
-  // high halves of its lanes. GCC compiles the loop above to shuffles, with which dropout takes 1.7
-  // times as long. Remove when GCC multiplies the low halves of 64-bit lanes.
+  // The same rounds in AVX2. `_mm256_mul_epu32` multiplies only the low half of each 64-bit lane,
+  // so even and odd columns are in separate vectors. GCC compiles the loop above to shuffles, with
+  // which dropout takes 1.7 times as long. Remove when GCC multiplies like this by itself.
   NPU_OPS_AVX2 static void more_rounds(const uint32_t* low, const uint32_t* high,
                                        uint32_t (*c)[kPiece], int64_t count) {
     const __m256i first = _mm256_set1_epi64x(kFirstFactor);

@@ -31,7 +31,7 @@ class Gate {
   }
 
  protected:
-  // Computes x = a + dt_bias.
+  // Loads the row of A_log, and computes x = a + dt_bias.
   __aicore__ inline void LoadGate(RowTile tile) {
     rows_.load(in_queue_, a_, tiling_.a, tile);
     LoadHeads(A_log_row_, A_log_, tiling_.A_log, tile);

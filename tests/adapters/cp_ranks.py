@@ -1,9 +1,9 @@
-"""Compare core attention of a sequence that ranks share with the same on one rank, with gloo.
+"""Compare Megatron's core attention with context parallelism, on gloo ranks, with one rank.
 
-python cp_ranks.py STORE RANK RANKS    in as many processes
+python cp_ranks.py STORE RANK RANKS    in a process for each rank
 
-Prints the largest error of the output and of each gradient, relative to its largest number, and the
-number of calls to npu-ops in each case.
+Prints for each case: the largest error of the output and of each gradient, divided by the largest
+absolute value of that tensor, and the number of calls to `npu_ops.attention`.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_an_overwritten_backend_is_seen(layers, form):
 
 
 def test_a_registry_of_another_form_is_refused(layers, form):
-    """fla can still be imported, and computes itself."""
+    """fla can still be imported, and runs its own kernels."""
     importlib.import_module("fla.ops.gated_delta_rule.backends")
     npu_ops_adapters.revert()
     table = registry(form)
@@ -252,7 +252,7 @@ def test_the_recurrent_rule(layers):
 
 
 def test_kimi_delta_attention(layers):
-    """Chunked and token by token, with A_log in the shape of Kimi Linear's layers."""
+    """`chunk_kda` and `fused_recurrent_kda`, with A_log `[1, 1, H, 1]` as Kimi Linear has it."""
     q, k, v, g, beta = heads(queries=4)
     g = g[..., None] * torch.rand(16)
     flags = {

@@ -50,7 +50,10 @@ def import_fla(checkout: pathlib.Path, device: str) -> None:
 
 
 def without_triton_driver() -> None:
-    """triton-ascend looks for a benchmarker when fla is imported, although no kernel runs."""
+    """Set a Triton driver that refuses everything but a request for a benchmarker.
+
+    triton-ascend makes this request when fla is imported, although no kernel runs.
+    """
     import triton
 
     def none(*args, **kwargs):

@@ -105,7 +105,7 @@ def test_the_reference_is_not_compared_with_itself(caplog):
 
 
 def test_a_graph_that_is_captured_is_left_alone(caplog, monkeypatch):
-    """A patch makes the CPU report that it is capturing."""
+    """The test patches torch so that the CPU reports that it is capturing a graph."""
     monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
     with env.override(log="shadow:1"):
         npu_ops.l2norm(torch.ones(2, 4))
@@ -164,7 +164,7 @@ def ran(*args):
 
 @pytest.fixture
 def found():
-    """Return what shadow mode saves of a call of l2norm."""
+    """Return the dict that shadow mode saves to a file for a call of l2norm."""
     args = (torch.randn(3, 1, 4), 1e-6, torch.empty(3, 1, 4))
     names = {"op": "l2norm", "implementation": "cpu", "device": "cpu"}
     return names | shadow.freeze(args)

@@ -43,7 +43,7 @@
 
 using half = _Float16;
 using bfloat16_t = __bf16;
-// Registers of another architecture, which the headers mention too.
+// Register types of another architecture. The headers use their names, so they must exist.
 struct vector_bool {};
 struct vector_align {};
 struct vector_address {};

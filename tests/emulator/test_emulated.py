@@ -1,4 +1,4 @@
-"""Run the files in `inside` on the emulated NPU: they are tests for processes of their own."""
+"""Run the test files in the folder `inside` on the emulated NPU, in new processes."""
 
 import json
 import os
@@ -21,11 +21,11 @@ def python(code: str, *options: str, **variables):
 
 
 def pytest_inside(*names: str, options=(), **variables):
-    """Run the tests in files of `inside` on the emulated NPU, in one process.
+    """Run test files of the folder `inside` on the emulated NPU, in one process.
 
-    Another process costs six seconds of imports, so only tests that need one get it.
+    A process takes six seconds to import torch and npu-ops, so tests share one if they can.
     """
-    # The process may end within a test; captured output would then be lost.
+    # Do not capture file descriptors: messages of a process that dies in a test would be lost.
     return emulate(
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys",
         *(str(INSIDE / f"{name}.py") for name in names), options=options, **variables,

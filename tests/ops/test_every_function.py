@@ -17,7 +17,7 @@ from npu_ops.core.cases import Call
 
 
 def every(pairs):
-    """Parametrize a test with pairs of a call and an argument's name."""
+    """Return a decorator that runs a test for each pair of a call and an argument name."""
     chosen = [pytest.param(call, name, id=f"{call}-{name}") for call, name in pairs]
     return pytest.mark.parametrize("call, name", chosen)
 
@@ -114,7 +114,7 @@ def test_meta_tensors_have_the_shapes_of_real_ones(call):
 
 @pytest.mark.parametrize("call", [c for c in CALLS if calls.differentiable(c)], ids=str)
 def test_gradients_of_meta_tensors_are_meta_tensors(call):
-    """So are the tensors made on the way: all are on the device of the arguments."""
+    """Intermediate tensors are meta tensors too: all are on the device of the arguments."""
     on_meta = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value
         for name, value in call.arguments().items()

@@ -26,7 +26,7 @@ run = runner(delta_rule, OP, DIFFERENTIABLE)
 
 
 def compare(inputs, implementation, device, tolerances=TOLERANCES):
-    """Compare with the reference in fp64; return the implementation's results."""
+    """Run an implementation, compare it with the reference in fp64, return its results."""
     expected = run("reference", floats(inputs, torch.float64))
     actual = run(implementation, on_device(inputs, device))
     assert_all_close(actual, expected, tolerances)

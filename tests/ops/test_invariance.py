@@ -55,8 +55,8 @@ def by_implementation(ways, op):
     """Yield each call with every kernel whose bits are promised, and its device."""
     for way in ways:
         for chosen in implementations(Table.tables[op(way)]):
-            # The vendor's operators and PyTorch's matrix products may give other bits. On CPUs,
-            # attention to a prompt uses these products.
+            # No bits are promised for the vendor's operators, nor for PyTorch's matrix products,
+            # with which attention on CPUs processes a prompt.
             of_torch = op(way) == "attention" and chosen.values[0] == "cpu"
             if chosen.values[0] not in ("aclnn", "reference") and not of_torch:
                 name = f"{way}-{'-'.join(chosen.values)}"

@@ -27,9 +27,9 @@ table.implementations = tuple(
 
 
 def faulty(by: str, faults: dict[int, str]) -> str:
-    """Return a module for `verify --import` with a faulty implementation.
+    """Return the source of a module for `verify --import` that makes an implementation faulty.
 
-    by: name of the implementation it wraps. faults: code to run, by width of the rows.
+    by: the implementation's name. faults: code to run after each call, by width of the rows.
     """
     return _TEXT.format(by=by, faults=faults)
 

@@ -88,7 +88,10 @@ class Server:
     async def generate(
         self, request_id, *, prompt_ids, sampling_params, image_data=None, **kwargs
     ) -> replica.TokenOutput:
-        """Return the n-th answer to this prompt in this step, whichever request comes first."""
+        """Return answer n for the n-th request with this prompt in this step.
+
+        The order of requests with different prompts does not matter.
+        """
         pictures = self.pictures(image_data)
         asked = self.step, tuple(prompt_ids), *(x.numpy().tobytes() for x in pictures.values())
         key = hashlib.sha256(repr((*asked, self.asked[asked])).encode()).hexdigest()[:16]

@@ -25,7 +25,7 @@ class Mask:
     meaning: str
 
 
-# Without a mask tensor every operator ignores sparse_mode, so modes above 0 always have one.
+# Vendor operators ignore sparse_mode without a mask tensor, so each mode above 0 has a tensor.
 MASKS = {
     "none": Mask(0, "none", "every key takes part"),
     "dense": Mask(1, "dense", "the mask of all pairs, inverted: the vendor's True leaves out"),

@@ -90,7 +90,7 @@ def _convolution_gradient_kernel(
     grad_b, grad_t, x_b, x_t, state_n, state_w,
     W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write g `[B, T, width]`: the gradient of the convolution before its activation."""
+    """Write g `[B, T, width]`, fp32: the gradient of the convolution's pre-activation output."""
     blocks = tl.cdiv(width, BD)
     items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):

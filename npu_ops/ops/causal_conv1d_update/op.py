@@ -21,7 +21,7 @@ def _why_not_ascendc(arguments) -> str | None:
     return narrow_alone(arguments)
 
 
-# Kernels read and write the state pool and the windows without a copy.
+# `lay_out` leaves conv_state and window as they are: kernels update them in place, by strides.
 forward = Operator(
     "causal_conv1d_update",
     "Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? indices, "

@@ -49,7 +49,7 @@ class _Rules:
 
 
 def _rules(function: Callable) -> _Rules:
-    """Find the rules by calling the function: a version does not tell what was cherry-picked."""
+    """Find the rules by calling the function: a fork may have backported a later change."""
     mixed = function((_tiny(torch.bfloat16), None), _tiny(torch.float32), 0.0)
     x = _tiny(torch.float32)
     same = function((x, None), _tiny(torch.float32), 0.0)

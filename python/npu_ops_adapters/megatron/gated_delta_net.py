@@ -81,10 +81,10 @@ def _is_abstract(function) -> bool:
 
 
 def for_decoding(name: str, op: str, ours: Callable) -> Iterable[Patch]:
-    """Yield a patch of a name that decoding takes from fla, if it is None for lack of fla.
+    """Yield a patch of fla's function `name` in Megatron's decoding module, if fla is missing.
 
-    Only Megatron's main branch has such names. If fla is installed, the adapter of fla replaces
-    fla's function instead.
+    The module, only in Megatron's main branch, then sets `name` to None. If fla is installed,
+    npu-ops' adapter for fla replaces the function instead.
 
     ours: takes fla's arguments and returns a function that computes the result.
     """

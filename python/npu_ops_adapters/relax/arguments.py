@@ -34,7 +34,7 @@ def _add_missing(original: Callable) -> Callable:
 
 
 class _Parser:
-    """Wraps argparse's parser, or a group of its options; skips options that already exist."""
+    """Wraps a parser of argparse or an argument group; skips store_true options that exist."""
 
     def __init__(self, target: Any):
         self._target = target

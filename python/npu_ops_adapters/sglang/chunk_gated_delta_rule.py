@@ -1,4 +1,4 @@
-"""The delta rule of prefill in SGLang 0.5.9, a function; later versions have a dispatcher."""
+"""Patches the delta rule of prefill in SGLang 0.5.9. Later versions have a dispatcher."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Two mistakes of slime's layers of Qwen3-Next up to v0.2.2, silent and on GPUs too.
+"""Fixes two bugs in the Qwen3-Next layers of slime up to v0.2.2. Both are silent, on GPUs too.
 
-1. The delta rule does not get the ends of packed sequences: a state passes from one into the next.
-   slime's #1686 fixed it, in v0.2.3.
-2. With sequence parallelism gradients are summed over ranks although each rank has all of them, so
-   they are too large by the number of ranks. slime's #1748 fixed it, in v0.2.4.
+1. The delta rule does not get `cu_seqlens`: the state of a packed sequence passes into the next.
+   slime fixed this in v0.2.3 (#1686).
+2. With sequence parallelism, gradients are summed over ranks although each rank already has the
+   full gradient, so they are too large by the number of ranks. slime fixed this in v0.2.4 (#1748).
 
-npu-ops recognises both by their source, and logs each once.
+npu-ops detects both in slime's source, and logs each once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """verl's NPU patches: functions of transformers that verl replaces when an FSDP engine starts.
 
 verl would overwrite the rope, the norms and the SwiGLU that npu-ops has patched. This patch keeps
-npu-ops' functions in place. verl's function for experts still replaces that of transformers.
+npu-ops' functions in place. verl still replaces the experts with its own function.
 """
 
 from __future__ import annotations

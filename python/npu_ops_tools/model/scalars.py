@@ -1,5 +1,4 @@
-"""The scalar unit's operations: integers, addresses and views, computed exactly; None is
-unknown."""
+"""Computes the scalar unit's operations exactly: integers, addresses, views. None: unknown."""
 
 from __future__ import annotations
 
@@ -100,7 +99,10 @@ def _result(text: str) -> View:
 
 
 def _lists(text: str, value) -> list[list]:
-    """Return the bracketed lists of operands, e.g. offsets, sizes and strides."""
+    """Return the values in each bracketed list of an operation, e.g. its sizes.
+
+    value: returns the value of a name or number.
+    """
     found = re.findall(r"\[([^\[\]]*)\]", text.partition(" : ")[0])
     return [[value(item.strip()) for item in one.split(",") if item.strip()] for one in found]
 

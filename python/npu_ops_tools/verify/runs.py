@@ -26,11 +26,11 @@ class Options:
     """Options of a verification.
 
     device: one of `jobs.DEVICES`.
-    full: all cases, without a time limit.
-    only: ops; empty: all.
-    limit: seconds for one call; None: the device's default.
-    budget: seconds for all calls; None: QUICK, or no limit if `full`.
-    modules: imported in the processes that check, e.g. for your own implementation.
+    full: run all cases.
+    only: names of ops; empty: all.
+    limit: seconds until a job counts as hung; None: the device's default.
+    budget: seconds for all jobs; None: QUICK, or no limit if `full`.
+    modules: modules that each worker process imports, e.g. with your own implementation.
     """
 
     device: str = "npu"
@@ -144,7 +144,7 @@ def run(options: Options, output: pathlib.Path, say: Callable[[str], None]) -> d
 
 
 class _Run:
-    """Runs the plan, each op in its own process."""
+    """Runs the jobs of a plan, those of each op in one worker process."""
 
     def __init__(self, options: Options, device: str, journal: Journal, say, budget: float | None):
         self._options, self._device, self._journal, self._say = options, device, journal, say

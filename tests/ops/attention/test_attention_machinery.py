@@ -319,9 +319,10 @@ def with_broken(asked, what, place, value, device, implementation):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_takes_no_part_does_not_matter(mask, value, implementation, device):
-    """A NaN or infinity in one row of k, v, q or dout reaches only what depends on that row.
+    """A NaN or infinity in one row of k, v, q or dout may change only rows that depend on it.
 
-    These are outputs and gradients of queries that see the key, and gradients of the keys they see.
+    A row of k or v may change out and dq of the queries that see it, a row of q its own out and
+    dq, a row of dout its own dq. Each may change dk and dv of the keys that these queries see.
     """
     asked, part = MASKS[mask]
     expected = with_broken(asked, None, 0, value, device, implementation)
@@ -347,7 +348,7 @@ def test_what_takes_no_part_does_not_matter(mask, value, implementation, device)
 @KERNELS
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias"])
 def test_nan_in_a_key_is_in_the_outputs_of_queries_that_see_it(mask, implementation, device):
-    """It is in no other output. See the docstring of `npu_ops.attention` for NaN in values."""
+    """No other output has a NaN. For NaN in values, see the docstring of `npu_ops.attention`."""
     asked, part = MASKS[mask]
     expected = with_broken(asked, None, 0, torch.nan, device, implementation)["out"]
     for place in (20, 35):
@@ -361,7 +362,7 @@ def test_nan_in_a_key_is_in_the_outputs_of_queries_that_see_it(mask, implementat
 @pytest.mark.parametrize("keys", [1, 3, 15, 40])
 @pytest.mark.parametrize("asked", [{}, {"is_causal": True}, {"window": (1, 1)}], ids=str)
 def test_scores_that_are_all_nan_are_not_no_keys(asked, keys, implementation, device):
-    """For such a row with fewer than 16 keys torch's flash attention returns 0."""
+    """If a row's scores are all NaN, so is its output; below 16 keys torch's kernel gives 0."""
     q, k, v = (torch.randn(1, n, 2, 16, device=device) for n in (3, keys, keys))
     q[:, 1] = torch.nan
     with forced(implementation, *OPS):

@@ -258,8 +258,8 @@ def gradients_kernel(
             b_grad_wanted = load_rows(grad_wanted, first, rows, HV, value_head, V, BV, C)
             part = (tl.cast(block * number, tl.int64) * HV + place) * C + row
 
-            # A token's score with itself depends on no gate. Leave it out of the gates' sums, in
-            # which it would cancel only up to rounding.
+            # A token's score with itself depends on no gate. Exclude the diagonal from the sums
+            # for the gates' gradient: there it would cancel only up to rounding.
             decay = tl.where(row[:, None] > row[None, :], decays(b_g, C), 0.0) * of_k[None, :]
             grad_qk = tl.dot(b_grad_o, tl.trans(b_written), input_precision="ieee") * scale
             own = tl.sum(tl.where(row[:, None] == row[None, :], grad_qk, 0.0), 1)

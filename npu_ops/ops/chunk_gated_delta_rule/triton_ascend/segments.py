@@ -157,7 +157,8 @@ def gradient_ends_kernel(
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_grad_o = load_rows(grad_o, first, rows, HV, head, V, BV, C, column).to(wide)
             gamma = tl.exp(b_g)
-            # As in `state_gradients_kernel`, without the intermediate gradients.
+            # As in `state_gradients_kernel`, but the gradients of v and betas are not needed, so
+            # betas and gates multiply `solved` instead.
             forgets = load_square(solved, place, C).to(tl.float32)
             forgets = forgets * (0.0 - gamma * b_beta * of_k)[None, :]
             faded = forgets * (tl.exp(last - b_g) * of_k)[:, None]
