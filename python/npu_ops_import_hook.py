@@ -265,9 +265,9 @@ def tell_when_torch_is_there(before: Callback) -> None:
 def tell_when_imported(module, callback: Callback) -> None:
     """Report a module that is already being imported, after it has run.
 
-    The finder missed the module: it was found before this hook existed, because it imports torch,
-    which runs this code. After the module has run, Python resets `_initializing` in its spec, and
-    this calls `callback`.
+    The finder missed the module, because the module's import started before this hook existed: the
+    module imports torch, and torch's import installs the hook. After the module has run, Python
+    resets `_initializing` in its spec. `Marked` detects this and calls `callback`.
     """
     spec = getattr(module, "__spec__", None)
     if type(spec) is not ModuleSpec or not getattr(spec, "_initializing", False):

@@ -43,8 +43,7 @@ NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const fl
   }
 }
 
-// Where the heads of one kind (q, k, v or gate) are: in the projection, or in a tensor [B, S, N,
-// D].
+// Position of the heads of one kind (q, k, v or gate): in the projection, or in [B, S, N, D].
 struct Part {
   // `step`: the distance to the next head of this kind, in heads.
   static Part inside(const Tensor& qkv, int64_t first, int64_t heads, int64_t step, int64_t dim) {
@@ -57,7 +56,7 @@ struct Part {
   int64_t heads, first, batch_step, token_step, head_step;
 };
 
-// Where q, k, v and the gate are in a projection.
+// Positions of the heads of q, k, v and the gate in a projection.
 struct Parts {
   Parts(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t dim, bool gated)
       : q(Part::inside(qkv, 0, heads, gated ? 2 : 1, dim)),

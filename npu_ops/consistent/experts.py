@@ -36,7 +36,7 @@ def weighted_sum(rows, place, weights=None) -> torch.Tensor:
     found = rows[place.gather(-1, order)]
     if weights is not None:
         found = found * weights.gather(-1, order).to(rows.dtype)[..., None]
-    return found.sum(1, dtype=rows.dtype)  # which autocast would make fp32
+    return found.sum(1, dtype=rows.dtype)  # without dtype, autocast would return fp32
 
 
 def order_of(numbers) -> torch.Tensor:
@@ -61,7 +61,7 @@ def npu_grouped_matmul(x, weight, *, group_list=None, group_type=None, group_lis
 def npu_moe_token_unpermute(
     permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None
 ):
-    """Compute torch_npu's unpermute with `weighted_sum`.
+    """Return tokens in their original order: `weighted_sum` adds the rows of each token.
 
     Raises:
         ValueError: `padded_mode` is True.
@@ -76,10 +76,10 @@ def npu_moe_finalize_routing(
     expanded_permuted_rows, skip1, skip2, bias, scales, expanded_src_to_dst_row,
     export_for_source_row, drop_pad_mode=0, k=1,
 ):  # fmt: skip
-    """Compute the sum over a token's experts with `weighted_sum`.
+    """Add the experts' results of each token with `weighted_sum`.
 
-    torch_npu still computes calls with skip1, skip2 or bias, without scales, or with another
-    drop_pad_mode.
+    Calls with skip1, skip2 or bias, without scales, or with another drop_pad_mode still run
+    torch_npu.
     """
     alone = all(x is None for x in (skip1, skip2, bias))
     if not alone or scales is None or drop_pad_mode not in (_BY_COLUMNS, _BY_TOKENS):
@@ -116,7 +116,7 @@ def _matrices(weight) -> torch.Tensor:
 
 
 OPERATORS_OF_TORCH_NPU = {"npu_moe_token_unpermute": npu_moe_token_unpermute}
-# torch_npu still computes some calls of these.
+# Functions that pass some calls on to torch_npu.
 SHARED_WITH_TORCH_NPU = {
     function.__name__: function for function in (npu_grouped_matmul, npu_moe_finalize_routing)
 }

@@ -275,7 +275,7 @@ def _extent(argument) -> _Argument:
 
 
 def torch_npu():
-    """Return `torch.npu` of the emulated NPU; None without one, as kernels then use CPU tensors."""
+    """Return `torch.npu`; None without torch_npu, because kernels then use CPU tensors."""
     return getattr(sys.modules.get("torch"), "npu", None) if "torch_npu" in sys.modules else None
 
 

@@ -103,10 +103,10 @@ class Twin:
 
 
 def compile(source: pathlib.Path | str, include: Sequence[pathlib.Path] = ()) -> Twin:
-    """Compile the twin of an AscendC source file, or reuse a cached one.
+    """Compile an AscendC source file for the CPU (its twin), or reuse a cached one.
 
     Raises:
-        EmulatorError: there are no headers, or the file does not compile.
+        EmulatorError: AscendC's headers are missing, or the file does not compile.
     """
     source = pathlib.Path(source)
     library_folder = library().parent
@@ -143,10 +143,10 @@ def _texts(text: str, folders: Sequence[pathlib.Path]) -> list[str]:
 
 @functools.cache
 def library() -> pathlib.Path:
-    """Return the twin's own library; builds it on first use.
+    """Return the library that runs all twins' instructions; builds it on first use.
 
     Raises:
-        EmulatorError: there are no headers, or it does not compile.
+        EmulatorError: AscendC's headers are missing, or the library does not compile.
     """
     state = [path.read_text() for path in _sources("*.cpp", "*.h", "include/**/*.h")]
     folder = headers.cache() / f"twin-{_digest(headers.staged().name, *state)}"

@@ -29,7 +29,10 @@ EXPERTS, CHOSEN, WIDTH = 8, 3, 96
 
 
 def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
-    """Return transformers' model; its norms' weights are random around 1, or 0 where 1 is added."""
+    """Return a transformers model with random norm weights.
+
+    They are around 1, but around 0 in norms that multiply by 1 + weight.
+    """
     made, model, own = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
         "qwen3_5": (

@@ -1,4 +1,4 @@
-"""Kernels like those in other libraries: under decorators, with constants that these compute."""
+"""Kernels as in other libraries: `triton.autotune` and `triton.heuristics` set constants."""
 
 import triton
 import triton.language as tl

@@ -2,12 +2,13 @@
 
 python tests/emulator/gdn_numerics.py --fla FLASH_LINEAR_ATTENTION [--tokens 256] [--dim 64 128]
 
-The argument is a checkout of upstream's repository. Its Triton-Ascend kernels run on the emulated
-NPU, as ours do; npu-ops also runs on the CPU. All get the same rounded inputs and are compared with
-the recurrence over tokens in fp64: L2 norm of the error, relative to that of the result. Gradients
-are of o and the final state together. The command restarts itself under `npu-ops emulate`.
+FLASH_LINEAR_ATTENTION is a checkout of fla's repository. Its Triton-Ascend kernels run on the
+emulated NPU. npu-ops runs on the emulated NPU and on the CPU. All get the same rounded inputs and
+are compared with a recurrence over tokens in fp64. An error is the L2 norm of the difference,
+divided by that of the fp64 result. The backward gets gradients of o and of the final state. The
+command restarts itself under `npu-ops emulate`.
 
-The exit status is 1 if the larger of our two errors exceeds fla's by more than the margin.
+The exit status is 1 if an error of npu-ops, on either device, exceeds fla's by more than MARGIN.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import upstream_gdn
 
 HEADS, VALUE_HEADS = 2, 4
 RESULTS = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-MARGIN = 1.05  # the order of sums decides ties
+MARGIN = 1.05  # equally good kernels differ by the order of their sums
 
 
 def gates(kind: str, shape) -> torch.Tensor:
-    """Return log decays: none, some, nearly everything at once, and those of an untrained layer."""
+    """Return log decays: near 0, some, strong, or those of an untrained layer (`A_log`)."""
     if kind == "A_log":
         A = torch.empty(shape[-1]).uniform_(0.01, 16)
         return -A * F.softplus(torch.randn(shape) + 1)
@@ -57,7 +58,7 @@ def inputs(keys: str, kind: str, tokens: int, dim: int) -> dict[str, torch.Tenso
 
 
 def run(function, x: dict[str, torch.Tensor], device: str | None) -> list[torch.Tensor]:
-    """Return outputs and gradients, on the CPU in fp64. With `device` None, compute in fp64 too."""
+    """Return outputs and gradients, in fp64 on the CPU. `device` None: also compute in fp64."""
     fp32 = ("g", "state", "dht")
     if device is not None:
         dtypes = {name: torch.float32 if name in fp32 else torch.bfloat16 for name in x}
@@ -93,7 +94,7 @@ def errors(function, x, device, expected) -> list[float]:
 
 
 def compare(keys, kind, tokens, dim, fla: bool) -> bool:
-    """Print a row per implementation; return whether ours is nowhere worse."""
+    """Print a row per implementation; return whether npu-ops is nowhere worse than fla."""
     x = inputs(keys, kind, tokens, dim)
     expected = run(exact, x, None)
     rows = {"npu-ops, npu-emulated": errors(ours, x, "npu", expected)}

@@ -79,7 +79,7 @@ def test_one_operand(instruction):
 
 
 def test_copies():
-    """A count is per repeat, as in AscendC's Broadcast: here up to 300 in each of up to 5."""
+    """A mask's count is per repeat, as in AscendC's Broadcast: up to 299 elements, 4 repeats."""
     assert names("vcopy")
     for name in names("vcopy"):
         _, kind, _ = kinds_of(name)

@@ -1,12 +1,12 @@
-"""Runs tile operations by PTO-ISA's CPU simulator and by the twin, and compares the results.
+"""Compares tile operations on PTO-ISA's CPU simulator with those on npu-ops' emulated NPU core.
 
 python tests/emulator/upstream_pto.py PTO_ISA
 
-PTO_ISA is a checkout of upstream's repository; none of its files is changed or copied. It has each
-operation twice: in C++ for a CPU, and in Ascend910B's instructions, which the twin runs here.
-Operands and the numbers of valid rows and columns are random. The results must be equal bit for
-bit, except for transcendental functions. Prints the differences; the exit status is 1 if there are
-any.
+PTO_ISA is a checkout of upstream's repository; none of its files is changed or copied. PTO-ISA
+implements each operation twice: in C++ for a CPU, and in Ascend910B's instructions. csrc/twin runs
+these instructions on the CPU. Operands and the numbers of valid rows and columns are random. The
+results must be equal, within 4 eps for exp, log and sqrt. The script prints the differences; the
+exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PATTERNS, COMPARISONS = range(1, 8), range(6)
 
 
 def cases() -> Iterator[tuple[str, str, int]]:
-    """Yield each (operation, type, mode) that both implement."""
+    """Yield each (operation, type, mode) that simulator and twin both implement."""
     for operation in OPERATIONS:
         kinds, modes = kinds_of(operation), modes_of(operation)
         for kind, mode in itertools.product(kinds, modes):
@@ -75,7 +75,7 @@ class Case:
         self.b = self.operand()
 
     def numbers(self) -> np.ndarray:
-        """Return small numbers with exact sums; for transcendental functions, any in range."""
+        """Return random operands: small integers, whose sums are exact, if the operation allows."""
         shape, kind = (ROWS, COLUMNS), KINDS[self.kind]
         if self.operation in ("log", "sqrt"):
             return self.draw.uniform(0.01, 50, shape).astype(kind)
@@ -135,7 +135,7 @@ class Case:
 
 
 def aligned(count: int) -> np.ndarray:
-    """Return bytes aligned as by an NPU's allocator."""
+    """Return memory aligned to 512 bytes, as an NPU's allocator aligns it."""
     memory = np.full(count + 512, 0x7F, np.uint8)
     start = -memory.ctypes.data % 512
     return memory[start : start + count]
@@ -178,7 +178,7 @@ class Pair:
 
 
 def judge(pair: Pair, operation: str, kind: str, mode: int) -> str | None:
-    """Return a sentence on the first difference, None if there is none."""
+    """Return a description of the first difference, or None if there is none."""
     for seed in range(TRIES):
         case = Case(operation, kind, mode, seed)
         expected = case.valid(pair.simulator(case))

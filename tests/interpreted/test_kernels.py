@@ -76,7 +76,7 @@ def cutting_off(dtype, tolerance):
 @pytest.mark.parametrize("shape", [(5, 129), (70, 1000), (1, 7), (3, 2, 256), (2, 4096)], ids=str)
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9999999])
 def test_mask_is_the_reference_s(shape, p):
-    """The masks are bit-equal, also for seeds and offsets above 32 bits."""
+    """Dropout drops the same elements as the reference; seed and offset exceed 32 bits."""
     state = torch.tensor([(123456789 << 32) + 987654321, (555 << 32) + 7])
     out = torch.full(shape, float("nan"))
     bias_dropout_add(torch.ones(shape), None, torch.zeros(shape), state, p, out)

@@ -37,7 +37,7 @@ def drawn(*shape, dtype=torch.float32, zero_centered=False):
 
 
 def of_module(module):
-    """Return a transformers module as a function of (x, weight)."""
+    """Wrap a transformers module as function(x, weight, zero_centered); it ignores the last."""
 
     def function(x, weight, zero_centered):
         return torch.func.functional_call(module, {"weight": weight}, (x,))

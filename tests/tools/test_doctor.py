@@ -238,7 +238,7 @@ def test_the_command_for_torch_npu_leaves_torch_as_it_is(version, release):
     assert command in " ".join(doctor.text(found_with(torch_npu=command)).split())
     (problem,) = always({"torch": version, "torch_npu": "2.1.0"}, CANN)
     assert command in problem["fix"]
-    # no extra pins its version
+    # no extra in pyproject.toml may pin torch_npu's version
     assert "torch_npu" not in (where.ROOT / "pyproject.toml").read_text()
 
 

@@ -126,10 +126,10 @@ SIZES = ("data", "pipeline", "expert")
 SEES = "transformers-4.57.6"  # Megatron-Bridge 0.3.1 accepts only this version's vision tower
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
-# Megatron requires it with tensor parallelism.
+# Megatron requires this value with tensor parallelism.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
-ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports everything, and few are needed
-# its lazy modules warn when MindSpeed looks up names in them
+ONCE["RAY_prestart_worker_first_driver"] = "0"  # few workers are needed, and each imports all
+# transformers' lazy modules warn when MindSpeed looks up names in them
 ONCE["TRANSFORMERS_VERBOSITY"] = "error"
 
 

@@ -106,7 +106,7 @@ def normal(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The inverse of `normal`."""
+    """View a tensor in the order batch, heads, tokens, head dimension as `layout`."""
     if layout == "BNSD":
         return x
     x = x.transpose(1, 2) if layout in _SWAPPED else x.permute(_FROM_NORMAL[layout])
@@ -131,7 +131,7 @@ def split_heads(name: str, x, layout: str, heads: int | None) -> tuple[torch.Ten
 
 
 def in_one_form(call):
-    """Return a call with q, k and v in normal form, and with one form for each other argument.
+    """Return a call with q, k and v in the order BNSD, and with one form for each other argument.
 
     `layout` becomes that of the output. `cu_seqlens_cpu` becomes a pair, `seqlens_k_cpu` a tensor.
     Packed keys without `cu_seqlens_k` get the queries' `cu_seqlens_q`.
@@ -156,7 +156,10 @@ def in_one_form(call):
 
 
 def _in_normal_form(call):
-    """Return q, k and v in normal form (under autocast in its dtype), and the output's layout."""
+    """Return q, k and v as views in the order BNSD, and the output's layout.
+
+    Under autocast, q, k and v are cast to its dtype, unless q is fp64.
+    """
     heads, key_heads = call.num_heads, call.num_key_value_heads
     key_heads = heads if key_heads is None else key_heads
     q, layout = split_heads("q", call.q, call.layout, heads)

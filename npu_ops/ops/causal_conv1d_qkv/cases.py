@@ -137,7 +137,7 @@ OPTIONS = [
     *options("causal_conv1d_qkv", {"cu_seqlens": make.indices([0, 4, 5])},
              {"cu_seqlens": make.indices([0, 2, 4])}, given=_PACKED),
 ]  # fmt: skip
-# Calls that kernels for NPUs do not support.
+# Calls that the Triton kernel does not support.
 DECLINED = declined("causal_conv1d_qkv", "triton_ascend",
     ("a filter of 5 taps has more than 4",
      {"weight": shaped(48, 5), "initial_state": shaped(2, 48, 5)}),

@@ -238,7 +238,7 @@ OPTIONS = [
              given=_VERIFIED),
     *options("causal_conv1d_update", {"query_start_loc": make.indices([0, 2, 5])}, given=_PACKED),
 ]  # fmt: skip
-# Calls that kernels for NPUs do not support.
+# Calls that the AscendC kernel or the Triton kernel does not support.
 _FIVE_TAPS = {
     "weight": shaped(8, 5), "conv_state": shaped(4, 8, 4), "intermediate_conv_window": None,
 }  # fmt: skip

@@ -70,7 +70,8 @@ def update_by(
     pool = state if state_v_first else state.transpose(-1, -2)
     first, slots, right = _slots(state_indices, num_accepted_tokens, tokens // count)
     known = right & (first >= 0) & (first < pool.shape[0])
-    # The operator reads a sequence's initial state here, and writes the state after each token.
+    # The operator reads the initial state from the row of a sequence's first token. It overwrites
+    # the row of each token with the state after that token.
     states = pool.new_empty((tokens, *pool.shape[1:]))
     states[:: tokens // count] = pool[first.clamp(0, pool.shape[0] - 1)]
     g, beta = a, b

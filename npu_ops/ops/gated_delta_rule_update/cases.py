@@ -308,7 +308,7 @@ OPTIONS = [
              {"cu_seqlens": make.indices([0, 1, 3])}, {"num_accepted_tokens": None},
              given=_BY_TOKEN),
 ]  # fmt: skip
-# Calls that kernels for NPUs do not support.
+# Calls that the AscendC kernel does not support.
 DECLINED = declined("gated_delta_rule_update", "ascendc",
     ("gates are ready, it computes them", {"A_log": None, "dt_bias": None}),
     ("softplus has beta 2.0", {"softplus_beta": 2.0}),

@@ -28,7 +28,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 from npu_ops.ops.gdn_gate.softplus import is_plain
 from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 
-# State elements in a tile, from the bytes that the vendor's compiler reserves on chip per element.
+# State elements per tile. Argument: on-chip bytes that the vendor's compiler reserves for each.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
 # Heads in a tile of `_decode_kernel`. Values per head, e.g. gates, are vectors of this length.

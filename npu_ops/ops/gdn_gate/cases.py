@@ -103,7 +103,7 @@ OPTIONS = [
     *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),
     *options("gdn_gate", {"softplus_beta": 1}, {"softplus_threshold": 20}, same=True),
 ]  # fmt: skip
-# Calls that kernels for NPUs do not support.
+# Calls that the AscendC kernel does not support.
 DECLINED = [
     *declined("gdn_gate", "ascendc",
         ("softplus has beta 2.0", {"softplus_beta": 2.0}),

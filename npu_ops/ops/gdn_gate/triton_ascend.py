@@ -14,7 +14,7 @@ import triton.language as tl
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.gdn_gate.softplus import is_plain
 
-# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
+# Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(96)
 WIDEST = 512  # maximum number of heads in a tile
 NARROWEST = 16  # minimum: narrower rows are not worth a vector instruction

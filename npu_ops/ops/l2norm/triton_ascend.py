@@ -13,7 +13,7 @@ import triton.language as tl
 from npu_ops.core.grid import tile_elements
 from npu_ops.core.rows_triton_ascend import launch_rows, load_row, row_tiles, rows_of, store_row
 
-# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
+# Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(40)
 

@@ -21,7 +21,7 @@ from npu_ops.core.rows_triton_ascend import (
     store_row,
 )
 
-# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
+# Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(48)
 # Maximum number of pieces into which the rows are cut to sum over them.

@@ -118,7 +118,7 @@ OPTIONS = [
     *options("rms_norm_gated", {"group_size": 4}, {"group_size": 2}),
     *options("rms_norm_gated", {"eps": 1e-6}, {"group_size": 8}, {"activation": "silu"}, same=True),
 ]  # fmt: skip
-# Calls that kernels for NPUs do not support.
+# Calls that the AscendC kernel does not support.
 DECLINED = declined("rms_norm_gated", "ascendc",
     ("rows of 16385 elements are longer than 16384", _wide(16385)), given=_wide(16384),
 )  # fmt: skip

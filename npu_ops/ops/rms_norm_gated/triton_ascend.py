@@ -13,7 +13,7 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 
-# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
+# Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(48)
 BACKWARD_TILE = tile_elements(96)
 WIDE_BLOCK = 1024  # columns per block of a row that does not fit

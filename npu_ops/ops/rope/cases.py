@@ -331,7 +331,7 @@ OPTIONS = [
     *options("freqs", {"cp_rank": 0}, {"max_seqlen": 16}, {"cu_seqlens": make.indices([0, 8, 16])},
              given=_OF_A_RANK),
 ]  # fmt: skip
-# Calls that kernels for NPUs do not support.
+# Calls that the AscendC kernel does not support.
 
 
 def _wide(dim: int) -> dict:

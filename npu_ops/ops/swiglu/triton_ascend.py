@@ -14,7 +14,7 @@ import triton.language as tl
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.swiglu.reference import halves
 
-# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
+# Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(48)
 WIDEST = 1024  # maximum number of columns: with few rows, fewer programs start faster

@@ -15,17 +15,17 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
-# With at least so many columns, the vendor's compiler vectorises a cumulative sum along tokens.
+# Minimum columns with which the vendor's compiler vectorises a cumulative sum along tokens.
 NARROWEST = 8
-# Chunks per tile without and with packed sequences; lengths of sequences that are loaded at once.
+# Block sizes: chunks (sequences of one length), chunks (packed), entries of cu_seqlens per load.
 INDICES, SEARCHED, SEQUENCES = 256, 64, 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Where the chunks of all sequences lie; computed without waiting for the device.
+    """Positions of the chunks of all sequences, computed without a device synchronisation.
 
-    number: an upper bound of the chunks; those beyond the last have no rows.
+    number: an upper bound of the number of chunks. Chunks beyond the last have no rows.
     spans: int32 [number, 2]: the first row of each chunk and its number of rows.
     starts: int32 [sequences + 1]: the first row of each sequence, and the end.
     firsts: int32 [sequences]: the first chunk of each sequence.
@@ -86,7 +86,7 @@ def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: t
                        BLOCK: tl.constexpr):  # fmt: skip
     """Write spans, starts and firsts for sequences of one length.
 
-    each: chunks of a sequence. numbers: elements of the longest of the three.
+    each: chunks of a sequence. numbers: length of the longest of the three tensors.
     """
     for begin in range(tl.program_id(0) * BLOCK, numbers, tl.num_programs(0) * BLOCK):
         index = begin + tl.arange(0, BLOCK)

@@ -164,7 +164,10 @@ def _rows_kernel(row: Measured) -> list[Candidate]:
 
 
 def _flat(row: Measured) -> list[Candidate]:
-    """Use 2048 elements per program (`compute_activation_block_size` of fla at 7dd7cf5e)."""
+    """Return an activation kernel with fla's block size, 2048 elements per program.
+
+    Source: `compute_activation_block_size` of fla at 7dd7cf5e.
+    """
     name, n = row.op.removeprefix("triton_"), _elements(row)
     pointers = ("x", "y", "z") if name == "swiglu" else ("x", "y")
     signature = dict.fromkeys(pointers, "*bf16")
@@ -184,7 +187,7 @@ def _l2norm(row: Measured) -> list[Candidate]:
 
 
 def _rope(row: Measured) -> list[Candidate]:
-    """Use Liger's rule for heads per tile in the unified buffer, and a program per token."""
+    """Return a rope kernel with a program per token, and Liger's rule for heads per tile."""
     _, tokens, heads, width = row.shapes[0]
     fits = 1 << int(192 * 1024 * 8 * 0.9 / (20 * 16 * width)).bit_length() - 1
     block = min(_power(heads), fits)
@@ -196,11 +199,12 @@ def _rope(row: Measured) -> list[Candidate]:
 
 
 def _matmul(row: Measured) -> list[Candidate]:
-    """Return matrix products. Weights are [N, K] in MatMul and [K, N] per batch or group in the
-    others.
+    """Return kernels of a matrix product.
 
-    The tokens per group were not recorded; rows with more than 256 took no longer, so they are
-    excluded.
+    Weights are [N, K] in MatMul, and [K, N] per batch or group in the other operators.
+
+    The tokens per group were not recorded. Grouped products of more than 256 tokens are excluded,
+    because they took no longer.
     """
     transposed = int(row.op.startswith("MatMul"))
     first, weight = row.shapes[:2]
@@ -224,7 +228,7 @@ def _matmul(row: Measured) -> list[Candidate]:
 
 
 def _tiles(m: int, n: int) -> list[tuple[int, int, int]]:
-    """Return tiles that fit the on-chip memories twice."""
+    """Return tiles small enough for double buffering on chip."""
     if m <= 64:
         return [(16, 128, 256), (16, 256, 256), (16, 64, 512)]
     return [(128, 256, 64), (128, 256, 128), (128, 128, 256), (128, 64, 256)][2 * (n <= 128) :]
