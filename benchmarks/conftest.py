@@ -34,7 +34,7 @@ _last: dict = {}
 
 @pytest.fixture
 def work(request):
-    """Return the work of a benchmark; all its providers share the inputs."""
+    """Return the `Work` of a benchmark. The tests of all its providers use the same object."""
     benchmark, device = request.param, request.config.getoption("--device")
     if _last.get("benchmark") is not benchmark:
         _last.clear()

@@ -94,7 +94,7 @@ inline std::vector<Piece> pieces_of(const std::vector<Sequence>& sequences) {
   return pieces;
 }
 
-// The rows of a [B, T, D] tensor with contiguous channels; or none.
+// The rows of a [B, T, D] tensor with contiguous channels. data is null if there is no tensor.
 template <class T>
 struct Tokens {
   explicit Tokens(const std::optional<Tensor>& x) {
@@ -109,7 +109,7 @@ struct Tokens {
   int64_t batch_stride = 0, stride = 0;
 };
 
-// The rows of a [N, D, W] state with contiguous channels; or none.
+// The rows of a [N, D, W] state with contiguous channels. data is null if there is no state.
 template <class T>
 struct State {
   explicit State(const std::optional<Tensor>& state) {
@@ -124,7 +124,7 @@ struct State {
   T* before(const Sequence& s, int64_t t, int64_t c) const {
     return row(s, width + t - s.start, c);
   }
-  // The place of row t in the final state, or `none` if it has no place there.
+  // The place of row t in the final state, or `none` if the final state does not contain row t.
   T* after(const Sequence& s, int64_t t, int64_t c, T* none) const {
     return data && t >= s.stop - width ? row(s, t - (s.stop - width), c) : none;
   }
@@ -154,9 +154,9 @@ void copy_final_states(const Tokens<T>& x, const State<T>& state, const State<T>
     }
 }
 
-// `count` channels from `column` of the input on, which are processed together. `rows` is their
-// output or its gradient, and begins with the first of them. If head is not 0, each `head` channels
-// are normalised (l2norm) after the activation.
+// Channels [column, column + count) of the input, which are processed together. `rows` is the
+// output of these channels alone, or its gradient. If head is not 0, every group of `head`
+// channels is normalised (l2norm) after the activation.
 template <class T>
 struct Block {
   int64_t column, count;
@@ -165,7 +165,8 @@ struct Block {
   float eps;
 };
 
-// Appends the blocks for the `width` channels of `rows`, which are the input's from `column` on.
+// Appends the blocks for the `width` channels of `rows`. The first of them is channel `column` of
+// the input.
 template <class T>
 void add_blocks(std::vector<Block<T>>& blocks, int64_t column, int64_t width, Tokens<T> rows,
                 int64_t head = 0, float eps = 0.0f) {

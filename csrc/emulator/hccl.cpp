@@ -562,7 +562,8 @@ HcclResult HcclAlltoAll(const void* in, uint64_t count, HcclDataType dtype, cons
                     offsets.data(), dtype);
 }
 
-// Within a group the receives wait until its end, so that their order against the sends is free.
+// Within a group, receives run at the end of the group, so that a program may call receives before
+// sends.
 HcclResult HcclGroupStart() {
   ++group_depth;
   return HCCL_SUCCESS;

@@ -1,8 +1,8 @@
 // Kernels that are not Triton's: binaries of AscendC kernels.
 //
 // A device binary cannot run here. Its twin can: the kernel's source, compiled for this machine
-// with the instructions of csrc/twin. Instead of a binary this loads the twin's library. A launch
-// with findings of the twin fails, and the error names them.
+// with the instructions of csrc/twin. Instead of a binary this loads the twin's library. If the
+// twin finds errors in a kernel, the launch fails and its message lists them.
 #include <acl/acl.h>
 #include <dlfcn.h>
 

@@ -49,7 +49,10 @@ def order_of(numbers) -> torch.Tensor:
 
 
 def npu_grouped_matmul(x, weight, *, group_list=None, group_type=None, group_list_type=0, **others):
-    """Compute plain products (see `_is_plain`) with `grouped_linear`, others with torch_npu."""
+    """Compute plain products with `grouped_linear`, and all others with torch_npu.
+
+    A product is plain if its groups divide the rows of x and `_is_plain` returns True.
+    """
     given = {"group_list": group_list, "group_type": group_type, "group_list_type": group_list_type}
     plain = group_type == _BY_ROWS and group_list_type in (_ENDS, _COUNTS)
     if not (plain and _is_plain(x, weight, group_list, others)):

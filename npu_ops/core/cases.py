@@ -167,7 +167,7 @@ class Wrong:
 
 
 def options(call: str, *changes: dict, given: dict | None = None, same=False, trains=True):
-    """Make OPTIONS of one call, see `Option`."""
+    """Return an `Option` for each of `changes`; the other arguments are as in `Option`."""
     return [Option(call, given or {}, change, same, trains) for change in changes]
 
 
@@ -179,7 +179,7 @@ def wrong(
     in_place: bool = False,
     reads: bool = False,
 ) -> list[Wrong]:
-    """Make WRONG calls from one valid call. Each row: how the message begins, and the change."""
+    """Return a `Wrong` for each row: how the message begins, and the change to a valid call."""
     common = {"given": given or {}, "in_place": in_place, "reads": reads}
     return [Wrong(call=call, change=made, error=error, says=says, **common) for says, made in rows]
 
@@ -203,7 +203,7 @@ class Declined:
 
 
 def declined(call: str, implementation: str, *rows: tuple[str, dict], given: dict | None = None):
-    """Make DECLINED calls from one valid call. Each row: how the reason begins, and the change."""
+    """Return a `Declined` for each row: how the reason begins, and the change to a valid call."""
     return [Declined(call, given or {}, change, implementation, says) for says, change in rows]
 
 

@@ -210,7 +210,8 @@ class _Loops:
 
     def _scan(self, carried: str, combine: str, reverse: bool):
         name, i = self.name, self.at[self.axis]
-        # The first element has no predecessor: it reads itself, and the sum is discarded.
+        # The first element has no predecessor. Read its own place instead; the select below
+        # discards the combined value.
         step, edge, bound = (
             ("addi", "minsi", f"{name}_last") if reverse else ("subi", "maxsi", f"{name}_zero")
         )

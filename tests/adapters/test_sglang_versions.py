@@ -1,4 +1,4 @@
-"""SGLang's patches in the sources of its releases: each target exists in the form it expects."""
+"""Checks that SGLang's releases have each patch's target, with a signature the patch knows."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_packed_text_is_known_by_its_mask(applied, monkeypatch):
         actual = attend(ours, mask, shape=shape, **given)
         for a, e in zip(actual, expected, strict=True):
             assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
-    # other sequences than the mask's: both must allow a key
+    # The lengths and the mask disagree: a token sees a key only if both allow it.
     attend(ours, mask, shape=shape, cu_seq_lens_q=apart)
     attend(ours, mask.clone(), shape=shape)
     mask[0, 0, 6, 0] = True  # the mask allows more now

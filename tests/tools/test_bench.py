@@ -164,8 +164,8 @@ def test_what_does_not_settle_ends(monkeypatch):
 
 
 # In MiB. Linux counts pages per processor in batches and does not show unfinished batches: VmRSS
-# "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two per processor. The error
-# occurs twice: in the count before and in the count after.
+# "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two per processor if that is
+# more. The error occurs twice: in the count before and in the count after.
 MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

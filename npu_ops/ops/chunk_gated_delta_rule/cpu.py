@@ -107,13 +107,13 @@ class _Chunk:
                  grad_q, grad_k, grad_v, grad_g, grad_beta):  # fmt: skip
         """Write the chunk's gradients, and update `grad_state` in place.
 
-        It comes in as the gradient of the state after the chunk, and goes out as the gradient of
-        the state before it.
+        grad_state: on entry, the gradient of the state after the chunk; on return, the gradient
+        of the state before the chunk.
         """
         group, heads, count, values = like = self.v.shape
         keys, square = self.k.shape[2], (group, heads, count, count)
         grad_o = scratch("grad_o", *like).copy_(grouped(grad_o_tokens, heads))
-        # O = ... + P N, S' = ... + K^T (until N)
+        # Differentiate O = ... + P N, S' = ... + K^T (until N)
         grad_attention = scratch("grad_attention", *square)
         torch.bmm(_flat(grad_o), _flat(self.solved).transpose(1, 2), out=_flat(grad_attention))
         grad_solved = scratch("grad_solved", *like)
@@ -122,12 +122,12 @@ class _Chunk:
         since, until, beta = self.decays
         grad_solved.addcmul_(grad_written, until[..., None])
         kept = until * (self.solved * grad_written).sum(-1)
-        # N = A R
+        # Differentiate N = A R
         grad_missed = scratch("grad_missed", *like)
         torch.bmm(_flat(self.inverse).transpose(1, 2), _flat(grad_solved), out=_flat(grad_missed))
         grad_solve = scratch("grad_solve", *square)
         torch.bmm(_flat(grad_missed), _flat(self.solved).transpose(1, 2), out=_flat(grad_solve))
-        # R = beta (V - since K S), O = since Q S + ...
+        # Differentiate R = beta (V - since K S), O = since Q S + ...
         by_k, by_q = self.recalled.split(count, 2)
         grad_values = grad_missed * beta[..., None]
         grad_recalled = torch.cat((-grad_values, grad_o), 2).mul_(
@@ -137,7 +137,7 @@ class _Chunk:
         grad_betas = (grad_missed * self.v).sum(-1) - through_k
         grad_since = since * (grad_o * by_q).sum(-1) - beta * through_k
         grouped(grad_v, heads).copy_(grad_values)
-        # S, the gates, and the products K K^T and Q K^T
+        # The gradients of S, the gates, and the products K K^T and Q K^T
         grad_k_written = scratch("grad_k_written", heads, count, keys)
         torch.bmm(self.written[0], grad_state[0].transpose(1, 2), out=grad_k_written)
         _add_each(grad_k_written, self.written[1:], grad_state[1:].transpose(2, 3))

@@ -14,26 +14,30 @@ import torch
 
 from npu_ops.core import indices, lengths, library, make
 
-# The row of an unowned token, whose result is 0 (csrc/rope/rotate.h).
+# The row of an unowned token (after the last sequence), whose result is 0 (csrc/rope/rotate.h).
 NOBODY = -(1 << 30)
 _NO_ROW = -1
 
 
 def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
-    """Return the position of each packed token in its sequence, `[1, tokens]`, made on the device.
+    """Return the position of each packed token in its sequence, `[1, tokens]`.
+
+    The result is on the device of cu_seqlens. Tokens after the last sequence get NOBODY.
 
     cu_seqlens: `[n + 1]`, the starts of the sequences, then the end of the last. No sequence may be
-    longer than the table's `rows`. Unowned tokens get NOBODY.
+    longer than the table's `rows`.
     """
     return _positions_of(cu_seqlens, tokens, rows)
 
 
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
-    """Return the row in Megatron's freqs of each token of this rank, int64 `[1, tokens]`.
+    """Return the row of Megatron's freqs for each token of this rank, int64 `[1, tokens]`.
 
-    It is made on the device. cu_seqlens: of the whole sequences; unowned tokens get NOBODY.
-    rows: number of rows of freqs. A row belongs to a position, or to a packed token, see max_seqlen
-    of `apply_rotary_pos_emb_freqs`.
+    The result is on the device of cu_seqlens. Tokens after the last sequence get NOBODY.
+
+    cu_seqlens: `[n + 1]`, of the whole sequences, not of this rank's parts of them.
+    rows: number of rows of freqs. Each row belongs to a position or to a packed token:
+    `apply_rotary_pos_emb_freqs` explains under max_seqlen which of the two.
     """
     return _rows_of(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
 

@@ -23,7 +23,10 @@ class Case(RowCase):
     in_one: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Return the function's arguments: normal, `[tokens, heads * dim]`, slices of a matrix."""
+        """Return the function's arguments, normally distributed: slices of a matrix's columns.
+
+        Each is `[tokens, heads * dim]`; with in_one, gate is `[tokens, 2 * heads * dim]`.
+        """
         if not self.in_one:
             given = super().inputs(dtype, device, seed)
             return {name: tensor.flatten(1) for name, tensor in given.items()}

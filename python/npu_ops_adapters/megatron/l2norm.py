@@ -16,7 +16,7 @@ SIGNATURES = (None, ("x", "eps", "output_dtype"))
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `l2norm`. Without fla, the name is missing before 0.18."""
+    """Patch `l2norm`. Before Megatron-Core 0.18 the name is missing if fla is not installed."""
     yield from gated_delta_net.replaced(
         "l2norm",
         "l2norm",

@@ -61,11 +61,11 @@ def ours(
     query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. Other options are ignored.
+    """Return the npu-ops call for this call of transformers. Arguments in `unread` are ignored.
 
     Raises:
-        RuntimeError: verl has split the sequence over ranks, which the caller does not support:
-            each rank would start with a new state.
+        RuntimeError: verl's Ulysses has split the sequence over ranks. Each rank would start with
+            a new state.
     """
     check_whole("verl has Gated Delta Net over several ranks for Qwen3.5 alone")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)

@@ -44,7 +44,7 @@ def ours(
     query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. Other options are ignored.
+    """Return the npu-ops call for this call of transformers. Arguments in `unread` are ignored.
 
     Raises:
         RuntimeError: verl has split the sequence over ranks: each rank would start with a new

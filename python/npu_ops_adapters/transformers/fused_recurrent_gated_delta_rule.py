@@ -50,7 +50,7 @@ def ours(
     query, key, value, g, beta, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. Other options are ignored."""
+    """Return the npu-ops call for this call of transformers. Arguments in `unread` are ignored."""
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(
         token_by_token, **arguments,

@@ -130,10 +130,11 @@ def _of_step(layer, query, metadata) -> tuple[int, dict]:
 
 
 def _in_graph(layer, query, metadata) -> tuple[int, dict]:
-    """Return what `_of_step` returns, for all replays of a graph: with lengths on the device alone.
+    """Return what `_of_step` returns, but without lengths on the host: graph replays change them.
 
     Raises:
-        ValueError: other steps than decoding are captured, or the lengths are not on the device.
+        ValueError: the graph is not for decoding alone, the metadata is from another builder, or
+            the lengths are not on the device.
     """
     mode = layer.vllm_config.compilation_config.cudagraph_mode
     if not mode.separate_routine():  # one graph for prompts too: the number of sequences varies

@@ -1,4 +1,4 @@
-"""Writes a walked program as a Chrome trace, for chrome://tracing or ui.perfetto.dev."""
+"""Writes predicted timelines as a Chrome trace, for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from npu_ops_tools.model.prediction import LABEL, Prediction
 
 
 def write(path: pathlib.Path, predictions: Iterable[Prediction]) -> None:
-    """Write a trace: each kernel is a process, each pipe a thread; times are in microseconds."""
+    """Write a trace of one program of each kernel. Times are in microseconds.
+
+    Each kernel is shown as a process, and each pipe of a core as a thread.
+    """
     events = []
     for number, prediction in enumerate(predictions):
         events.append(

@@ -146,7 +146,11 @@ def _gradients(
     grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q, grad_k,
     scale, chunk_size,
 ):  # fmt: skip
-    """Write grad_q and grad_k; return grad_g_sums, kept_sums and grad_betas, [chunks, HV, C]."""
+    """Write grad_q and grad_k; return the gradients by chunk that `chunks.scatter` takes.
+
+    Returns:
+        grad_g_sums, kept_sums and grad_betas, fp32 `[chunks, HV, C]`.
+    """
     values = plan.width_of(v.shape[3], q.device)
     room = ROOM.of(PRODUCT_BYTES) * hardware.cores_of_a_tile(q.device)
     if values * states.element_size() > 256:
@@ -191,9 +195,11 @@ def _inner_products(states, grad_states, g_sums):
 def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
     """Compute how tokens of one chunk act on each other: on the matrix unit, then on vector cores.
 
+    weighed: multiply the columns of solved by betas.
+
     Returns:
-        solved and scores `[chunks, HV, C, C]`; then 1 over the norms of q and of k, fp32
-        `[chunks, H, C]`, or None twice. weighed: the columns of solved are multiplied by betas.
+        A tuple of four: solved and scores `[chunks, HV, C, C]`; 1 over the norms of q and 1 over
+        the norms of k, fp32 `[chunks, H, C]`, both None without `normalize`.
     """
     number, value_heads, size = gates[0].shape
     # fp16 cannot hold the values that a state may grow to, so its products are fp32.

@@ -72,13 +72,14 @@ class Tiles:
 
 
 def _within_chunks(q, k, g, beta, spans, size: int, scale, normalize: bool, weighed: bool):
-    """Compute how tokens of one chunk act on each other and on a state.
+    """Compute all that depends only on the tokens of one chunk, not on a state.
 
     weighed: multiply the columns of solved by betas.
 
     Returns:
-        Tiles; solved, scores and the products of keys, `[chunks, HV, C, C]`; betas `[chunks, HV,
-        C]`; then 1 over the norms of q and of k, `[chunks, H, C]`, or None twice.
+        A tuple of seven: `Tiles`; solved, scores and the products of keys `[chunks, HV, C, C]`;
+        betas `[chunks, HV, C]`; 1 over the norms of q and 1 over the norms of k `[chunks, H, C]`,
+        both None without `normalize`.
     """
     _, betas = chunks.gather(None, beta, spans, size)
     number, heads, keys = spans.number, g.shape[2], g.shape[3]
@@ -153,9 +154,9 @@ def _gradients(
     grad_o, q, k, g, betas, kk, norms, spans, states, written, grad_states, grad_wanted, decays,
     grad_q, grad_k, grad_g, scale, size: int,
 ):  # fmt: skip
-    """Write grad_q, grad_k and grad_g; return the share of keys in the gradient of betas.
+    """Write grad_q, grad_k and grad_g; return the part of betas' gradient that comes from keys.
 
-    fp32 `[chunks, HV, C]`.
+    The part is fp32 `[chunks, HV, C]`.
     """
     number, heads, keys, values = states.shape
     of_heads = {"HV": heads, "K": keys, "V": values, "BV": plan.width_of(values, q.device)}

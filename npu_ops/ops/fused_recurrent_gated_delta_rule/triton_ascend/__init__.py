@@ -180,8 +180,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """Loop over the tokens backwards, and write their gradients.
 
-    Every block of values contributes to the gradients of q, k, g, gk and beta. Each writes a part
-    of its own, and the parts are summed later.
+    Every block of values has a share in the gradients of q, k, g and gk, and of beta if beta is
+    one number per head. The blocks write their shares separately, and the caller sums them.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)

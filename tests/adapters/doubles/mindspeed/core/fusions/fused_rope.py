@@ -25,7 +25,10 @@ def apply_rotary_pos_emb_bshd(
 def apply_rotary_pos_emb_thd(
     t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0
 ):
-    """Apply rope as for reset_attention_mask: `cu_seqlens` is an object with the positions."""
+    """Apply rope as MindSpeed does with reset_attention_mask.
+
+    cu_seqlens: not a tensor, but an object with `position_ids`.
+    """
     CALLS.append("thd")
     return apply_rotary_pos_emb_bshd(t, freqs[cu_seqlens.position_ids], rotary_interleaved)
 
