@@ -44,7 +44,7 @@ CONTRACT = (
 )  # fmt: skip
 # Test files for all ops that are not part of the contract tests.
 SHARED = ("test_defaults", "test_lengths")
-# More test files of an op, which are not named after it.
+# Op -> additional test files, which are not named after the op.
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
     "causal_conv1d_update": ("test_wide_filters",),

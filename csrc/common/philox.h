@@ -12,8 +12,8 @@ namespace npu_ops {
 
 constexpr uint32_t kFirstFactor = 0xD2511F53u, kSecondFactor = 0xCD9E8D57u;
 
-// A row is cut into 8 lanes of this many columns. One Philox call per column of a lane serves all
-// eight with 16 bits each. A multiple of 16 keeps vectors whole.
+// A row is cut into 8 lanes of lane_width columns, a multiple of 16, so lanes are whole vectors.
+// One Philox call gives 128 bits: 16 for the same column of each lane.
 constexpr int64_t kDrawLanes = 8;
 inline int64_t lane_width(int64_t width) {
   return ((width + kDrawLanes - 1) / kDrawLanes + 15) / 16 * 16;

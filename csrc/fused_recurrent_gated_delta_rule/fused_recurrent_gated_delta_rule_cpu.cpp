@@ -199,7 +199,8 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
   });
 }
 
-// The gradients of one token. Those by key are sums over all blocks and value heads of a head.
+// The gradients of one token. Those of q and k are sums over the value heads of a key head; those
+// of q, k and the key decay are also sums over the blocks of a value head.
 struct TokenGradient {
   float *q, *k, *log_key_decay;       // [keys], added to
   float *v, *beta, *log_value_decay;  // [kBlock], written
@@ -255,7 +256,7 @@ struct Gradients {
   std::optional<Tensor> grad_initial_state;
 };
 
-// Adds `from`, the gradients of one token, head and block, to the gradients in memory.
+// Stores the gradients of v and gv of one token, head and block, and adds those of g, gk and beta.
 void add(const Inputs& in, const Gradients& to, int64_t token, int64_t head, int64_t block,
          const TokenGradient& from) {
   const int64_t row = token * in.value_heads + head, keys = in.layout.keys;

@@ -13,10 +13,10 @@ struct GdnGateTiling {
   float scale;
 };
 
-// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and b use one queue in turn; in
-// backward, those of the gradients of g and beta use another. Each queue has two fp32 tiles. In
-// addition, there are rows of parameters, and in backward the sums of two gradients, each a whole
-// row.
+// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and b share a queue; in backward,
+// the gradients of g and beta share another. A queue is double-buffered: it holds two fp32 tiles.
+// The buffer also holds rows of A_log and dt_bias. In backward it also holds the sums of their
+// gradients, each a whole row.
 constexpr int64_t kGdnGateQueueBytes = 2 * 4;
 constexpr int64_t kGdnGateFloats = 6, kGdnGateBackwardFloats = 7;
 constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;

@@ -20,7 +20,8 @@ struct Tables {
   Address cos, sin, positions;
 };
 
-// The common part of forward and backward: heads by kind, weights, reciprocal root mean squares.
+// Shared by forward and backward: the loop over heads (q, k, v, gate), the weights of q and k, and
+// 1 / RMS of each head.
 class QkNorm {
  public:
   __aicore__ inline QkNorm(const Projection& given, const Tables& tables,

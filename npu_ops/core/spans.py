@@ -74,10 +74,10 @@ def _sequence_at(starts, positions):
 
 
 def zigzag(cu_seqlens: torch.Tensor, tokens: int, group) -> torch.Tensor:
-    """Return `[2 N + 1]`: the starts of this rank's two chunks of each sequence, one after the
-    other.
+    """Return `[2 N + 1]`: the starts of this rank's chunks, two per sequence, and the last end.
 
-    For n ranks, a sequence is cut into 2 n equal chunks; rank r has chunks r and 2 n - 1 - r.
+    Positions count this rank's own tokens. For n ranks, a sequence is cut into 2 n equal chunks;
+    rank r has chunks r and 2 n - 1 - r.
     """
     ranks = distributed.get_world_size(group)
     each = cu_seqlens.diff()
@@ -102,6 +102,6 @@ def in_order(chunks: torch.Tensor, group) -> torch.Tensor:
 
 
 def of_rank(chunks: torch.Tensor, group) -> torch.Tensor:
-    """Return this rank's `[2 N, ...]` of chunks `[2 n, N, ...]`; the inverse of `in_order`."""
+    """Select this rank's `[2 N, ...]` of all chunks `[2 n, N, ...]`; the inverse of `in_order`."""
     rank = distributed.get_rank(group)
     return torch.stack([chunks[rank], chunks[chunks.shape[0] - 1 - rank]], 1).flatten(0, 1)

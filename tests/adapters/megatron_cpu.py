@@ -19,7 +19,7 @@ class NoTracker(demo_model.NoTracker):
 
 
 def start(store=None, rank: int = 0, ranks: int = 1) -> None:
-    """Start a process group, and let Megatron use the CPU as its CUDA device."""
+    """Start a gloo process group, and replace Megatron's CUDA calls so that it runs on the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     store = store or torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

@@ -10,8 +10,8 @@ import fetch_frameworks
 import pytest
 from processes import environment
 
-# A worker's code. Only its last lines import npu-ops, and the process that starts it does not, so
-# what they find was registered automatically.
+# A worker's code. It imports npu-ops only after transformers, and its parent process never does:
+# the patches that it finds were registered automatically.
 WORKER = """
 def worker():
     from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl

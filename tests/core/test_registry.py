@@ -315,7 +315,7 @@ IN_PLACE = pytest.mark.parametrize("name", [n for n in public_calls() if len(way
 WAYS = pytest.mark.parametrize("name, way", [(n, way) for n in public_calls() for way in ways(n)])
 
 
-# On CPUs these may run torch's kernels; on NPUs the vendor's operators come first.
+# Ops that may run PyTorch's kernels on CPUs, and whose vendor operators come first on NPUs.
 BY_TORCH = "attention", "grouped_linear"
 
 

@@ -23,7 +23,7 @@ STATE = 3, 5
 
 
 def seeded(**inputs):
-    """Call the public function with a fixed (seed, offset), so with one mask on every device."""
+    """Call the public function with a fixed (seed, offset): all devices draw the same mask."""
 
     def state(device, generator):
         return torch.tensor(STATE, device=device)

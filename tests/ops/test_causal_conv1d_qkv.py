@@ -65,7 +65,7 @@ def by_parts(
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.heads) < 128 and c.tokens], ids=str)
 def test_reference_is_the_parts(case):
-    """The l2norm of transformers gives the same."""
+    """The reference equals convolution, split and l2norm, with our l2norm and transformers'."""
     inputs = case.inputs(torch.float64)
     wrt = [name for name in DIFFERENTIABLE if name in inputs]
     actual = run("reference", inputs)

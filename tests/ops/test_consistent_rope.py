@@ -1,5 +1,4 @@
-"""NPU_OPS_CONSISTENT: a server's fused norm and rotation rounds as the separate ops
-in training do."""
+"""NPU_OPS_CONSISTENT: fused norm and rotation (server) equal the separate ops (trainer)."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
 @on_npu
 @pytest.mark.parametrize("name", ["decode", "vllm"])
 def test_what_is_in_no_slot_is_left_alone(name, device):
-    """If all are skipped, o is 0 and the pool keeps its bits. A slot past the pool reads NaN."""
+    """The pool keeps its bits. With slot -1, o is 0; with a slot past the pool, o is NaN."""
     given = named_case(name).inputs(BFLOAT16, device)
     slots = given["state_indices"]
     before = given["state"].clone()

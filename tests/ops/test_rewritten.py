@@ -1,4 +1,4 @@
-"""Inputs rewritten in ways that no version counter sees: no op returns a stale result."""
+"""No op returns a stale result after a write that does not raise the input's version counter."""
 
 import itertools
 

@@ -14,10 +14,10 @@ from npu_ops.core import library
 from npu_ops.core.registry import from_native
 from npu_ops.ops.attention.arguments import Extra, Rule, last_seen
 
-# Up to so many tokens, native code is faster than torch's flash attention, measured with 4 to 32
-# heads of head_dim 72 to 256. LONGEST_SEEN is for queries that attend to all keys: there is no
-# product to skip. Beyond _KEYS_OF_A_QUERY keys per query torch is faster: it reads more keys at a
-# time.
+# Up to LONGEST tokens, native code is faster than torch's flash attention, measured with 4 to 32
+# heads of head_dim 72 to 256. LONGEST_SEEN is the limit if queries attend to all keys: then no
+# product can be skipped. With more than _KEYS_OF_A_QUERY keys per query torch is faster: it reads
+# more keys at a time than native code does.
 LONGEST, LONGEST_SEEN = 512, 128
 _KEYS_OF_A_QUERY = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,8 +36,8 @@ _backward = from_native(
 def serves(q, k, mask, rule: Rule, *gradients) -> bool:
     """Return whether the native code supports these dense tensors in normal form.
 
-    That needs queries that attend to all keys up to a last one, no other mask, and few tokens. The
-    gradients must have contiguous rows.
+    Each query must attend to all keys, or to all up to one (causal, with any offset). Tokens must
+    be few, and the rows of gradients contiguous.
     """
     queries, keys = q.shape[2], k.shape[2]
     longest = LONGEST_SEEN if rule.window_right < 0 else LONGEST

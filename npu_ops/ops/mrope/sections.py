@@ -10,10 +10,10 @@ SECTION_LAYOUTS = ("chunked", "interleaved")
 
 
 def resolve_section(section, section_layout, frequencies) -> list[int]:
-    """Check the sections, and return how many of the `frequencies` T, H and W own.
+    """Check the sections, and return how many of the `frequencies` belong to T, H and W.
 
-    The sections may have a larger sum: what lies beyond the last frequency is ignored, as in
-    vLLM's and sgl-kernel-npu's kernels.
+    The sum of the sections may exceed `frequencies`. As in the kernels of vLLM and sgl-kernel-npu,
+    the excess is ignored.
     """
     check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
     if not isinstance(section, Sequence):

@@ -77,8 +77,9 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
                  owned=None):  # fmt: skip
     """Rotate every head of a tile of tokens, and copy the elements behind the rotated part.
 
-    x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists. owned:
-    whether tokens belong to a sequence, None for yes; values of other tokens are not read.
+    x_row, out_row: int64 [BT, 1, 1], offset of each token in elements.
+    inside: mask of the tokens that exist.
+    owned: mask of the tokens that belong to a sequence; None: all. Other tokens are read as 0.
     """
     for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]

@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(x, cache, residual=None, weight=None, bias=None, activation=None) -> Callable:
-    """Return the npu-ops call for this call of fla. Neither has a gradient.
+    """Return the npu-ops call for this call of fla. Neither call computes gradients.
 
     x is `[N, D]`, `[1, N, D]` or `[N, 1, D]`.
     """

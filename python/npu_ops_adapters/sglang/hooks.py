@@ -93,7 +93,7 @@ def _hook(patch: Patch) -> Callable:
 
 
 def _here(patch: Patch) -> Callable | None:
-    """Return the object at a patch's target."""
+    """Return the current object at a patch's target; None if it is missing or not imported."""
     place = sys.modules.get(patch.module)
     for name in patch.attribute.split("."):
         place = vars(place).get(name) if place is not None else None

@@ -69,13 +69,13 @@ class Benchmark:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What to time of one op.
+    """Settings of the benchmarks of one op.
 
-    peers: name -> a function without arguments. It returns a function of the case's arguments that
-    returns what npu-ops returns, or raises `Absent`.
+    peers: name -> a function without arguments. It returns the peer: a function with the arguments
+    and results of the npu-ops function. If the peer is not installed, it raises `Absent`.
     compiled: name of the peer that is also timed under torch.compile.
     at_most: peer's name -> largest size to time, if larger ones take minutes.
-    label: describes this sweep, if an op has several.
+    label: name of this sweep, if an op has several.
     prepare: converts a case's inputs to the arguments of the peers and of npu-ops.
     case: (op, model, size) -> a case, or None if the model has no such layer.
     unit: the unit of size.
@@ -83,10 +83,10 @@ class Sweep:
     exact_to: the largest size whose error is measured against fp64. Beyond it, errors are against
     `beyond` in fp32: "reference", or a peer if the reference takes minutes.
     flop: case -> floating-point operations of a forward.
-    moved: (case, inputs) -> bytes that a forward must move, if not those of inputs and outputs.
+    moved: (case, inputs) -> bytes that a forward must move; None: the bytes of inputs and outputs.
     writes: arguments that the op overwrites.
-    random: peers draw other random numbers, so their results are not compared.
-    slack: factor on the tolerances of `cases`.
+    random: peers draw random numbers of their own, so their results are not compared.
+    slack: factor by which the tolerances of `cases` are multiplied.
     """
 
     op: str

@@ -161,7 +161,10 @@ def _state(results: list[dict], check: str) -> str:
 
 
 def _times(report: dict):
-    """Return rows of times, each with a bar from 0 to 1 relative to the slowest of its call."""
+    """Yield a row of times for each timed result; `length` is that of its bar, 0 to 1.
+
+    A bar is the median forward time over the largest p80 among implementations of the same case.
+    """
     timed = [result for result in report["results"] if result.get("times")]
     calls = collections.defaultdict(list)
     for result in timed:

@@ -108,7 +108,7 @@ def both(slots, step, dtype=torch.float32):
 
 
 class Calls(TorchDispatchMode):
-    """Records the operators of npu-ops that are called within."""
+    """Records the npu-ops operators that are called within the block."""
 
     def __init__(self):
         super().__init__()
@@ -122,10 +122,10 @@ class Calls(TorchDispatchMode):
 
 @contextlib.contextmanager
 def as_it_was():
-    """Restore vllm-ascend within the block, so that its method calls its own functions.
+    """Revert npu-ops' patches within the block, so that vllm-ascend runs its own functions.
 
-    Its chunked rule uses Triton extensions that the interpreter lacks. vllm-ascend's PyTorch
-    version for another NPU replaces it.
+    vllm-ascend's chunked gated delta rule uses Triton extensions that the interpreter lacks. The
+    block runs vllm-ascend's PyTorch version for the 310P instead.
     """
     import npu_ops_adapters
 

@@ -169,7 +169,7 @@ def test_memory_limit():
         torch.empty(70 << 30, dtype=torch.uint8, device=NPU)
     before = torch.npu.memory_allocated()
     block = torch.empty(1 << 20, device=NPU)
-    # torch_npu reserves 32 bytes after each tensor, and rounds to 512.
+    # torch_npu adds 32 bytes to each tensor, and rounds the sum up to a multiple of 512 bytes.
     assert 32 <= torch.npu.memory_allocated() - before - block.nbytes <= 512
 
 

@@ -91,7 +91,7 @@ def test_interleave_rope():
         torch_npu.npu_interleave_rope(x, cos, sin)
 
 
-# Plain rope. With None, torch_npu 2.13 passes an array that is freed before it is read.
+# Plain rope. Not None: torch_npu 2.13 then passes an array that it has already freed.
 NO_SECTIONS = [0, 0, 0]
 
 

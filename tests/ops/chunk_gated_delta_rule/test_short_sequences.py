@@ -84,7 +84,7 @@ def test_states_before_chunks():
 
 
 def test_many_of_one_token_cost_no_chunk_each():
-    """As a chunk each they took 0.85 s."""
+    """With a chunk for each, these 5000 sequences of one token took 0.85 s of CPU time."""
     arguments = call([1] * 5000)
     npu_ops.chunk_gated_delta_rule(**arguments)
     seconds = []

@@ -13,10 +13,10 @@ from npu_ops.core.room import Room
 # Bytes of state on each vector core that shares a tile. The core's unified buffer must hold the
 # fp32 state, the tile that is added to it, and a chunk's rows.
 STATE_BYTES = 32 * 1024
-# Fewest columns of a state in a program, even if cores stay idle: with fewer columns, a step would
-# not be faster (docs/npu-model.md).
+# Minimum number of state columns per program, even if cores stay idle: fewer columns do not make a
+# chunk's step faster (docs/npu-model.md).
 FEWEST_COLUMNS = 32
-# With so many chunks per sequence, on average, a second launch pays off.
+# Average number of chunks per sequence from which a second launch pays off.
 LONG = 8
 # Number of vector cores that share a tile -> shortest side of a matrix product's factor. On
 # Ascend950, with one core, the compiler hits an assertion of its own if a side is 16.
