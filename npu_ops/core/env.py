@@ -90,8 +90,8 @@ SWITCHES = (
         _flag("NPU_OPS_STRICT"),
         "0",
         "`0`, `1`",
-        "A call falls back when there are kernels for its device and none of them takes it: the "
-        "reference, in plain PyTorch, then computes it. `1` makes that an error, with the reasons.",
+        "If kernels exist for the device of a call but none supports the call, npu-ops runs the "
+        "PyTorch reference. `1`: it raises an error with the reasons instead.",
     ),
     Switch(
         "NPU_OPS_CONSISTENT",
@@ -99,9 +99,9 @@ SWITCHES = (
         _consistent,
         "0",
         "`0`, `1`, `chunks`",
-        "A token has the same bits in training, in a prompt however it is cut, and decoded "
-        "(docs/invariance.md). `1`: training and prompts go token by token, as decoding does. "
-        "`chunks`: decoding goes by chunks, as training does. Set it in the trainer and in the "
+        "A token has the same bits in training, in a prompt (whole or in pieces) and in decoding "
+        "(docs/invariance.md). `1`: training and prompts compute token by token, as decoding does. "
+        "`chunks`: decoding computes by chunks, as training does. Set it in the trainer and in the "
         "server.",
     ),
     Switch(
