@@ -1,4 +1,4 @@
-"""Compare the chunked gated delta rule with transformers', Megatron's and fla's in PyTorch."""
+"""Compare chunk_gated_delta_rule with the PyTorch functions of transformers, Megatron and fla."""
 
 import torch.nn.functional as F
 from npu_ops_tools.bench import Sweep

@@ -20,7 +20,7 @@ WHITE = "#ffffff"
 
 
 class Sheet:
-    """What a figure is drawn on: so many cells wide and high."""
+    """The canvas of a figure. width, height: numbers of cells."""
 
     def __init__(self, width: float, height: float):
         self.figure, self.axes = pyplot.subplots(figsize=(width * 0.42, height * 0.42))

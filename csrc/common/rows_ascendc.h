@@ -185,7 +185,7 @@ class Rows {
     AscendC::Add(sum, sum, values, tile.columns);
   }
 
-  // The elements of a tile's rows in a buffer, including those between the rows.
+  // Returns the number of elements of a tile in a buffer, including padding between its rows.
   __aicore__ inline int32_t count(RowTile tile) const { return tile.rows * tiling_.stride; }
 
   __aicore__ inline void widen_rows(Floats to, AscendC::LocalTensor<uint8_t> from, ElementType type,

@@ -217,7 +217,7 @@ def missing_instructions(folder: pathlib.Path) -> str:
     return "#pragma once\n" + "".join(map(stop.format, missing))
 
 
-# Prefixes of instruction names; the headers define all other names with these prefixes.
+# Matches calls of instructions. The headers define every other function that it matches.
 _INSTRUCTION = re.compile(
     r"(?<![\w:.>])((?:v|mad|set_|get_|copy_|load_|load3d|img2col|create_|scatter_|broadcast_|ffts_|"
     r"fix_matrix|dma_|winograd|depthwise|rpn_|__ib_)[a-z0-9_]+|wait_flag_dev|hset_flag|hwait_flag|"

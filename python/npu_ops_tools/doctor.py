@@ -38,7 +38,7 @@ WIDTH = 80
 
 
 class Missing(str, enum.Enum):
-    """Why a module that patches target is not imported."""
+    """Reason why a module could not be imported."""
 
     PACKAGE = "not installed"
     MODULE = "not in this version"
@@ -222,7 +222,7 @@ def _reason(row: dict) -> str:
 
 
 def _import_frameworks(modules: Iterable[str]) -> dict[str, tuple[Missing, str]]:
-    """Import the modules that patches target; return the problem of each failed import."""
+    """Import the modules; return the reason and the error of each failed import, by module."""
     failures = {}
     for name in sorted(modules):
         if not is_there(_package(name)):

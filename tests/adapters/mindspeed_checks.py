@@ -255,8 +255,7 @@ def arguments_of_later_megatrons_pass():
 
 @check
 def packed_rope_has_its_group():
-    """One version of MindSpeed's dispatcher drops the group, and Megatron's
-    function then raises."""
+    """One version of MindSpeed's dispatcher drops cp_group; Megatron's function then raises."""
     import torch
 
     lengths = torch.tensor([0, 4, 10], dtype=torch.int32)

@@ -223,7 +223,7 @@ def test_a_row_of_three_axes_is_as_alone(implementation, device, dtype):
             assert_same_bits(x, y[20:23], "three of 64")
 
 
-# Prompts cut in parts, or with a prefix from a cache
+# Prompts cut into parts, or with a prefix from a cache
 
 
 def delta_call(tokens, dtype, function):

@@ -31,8 +31,8 @@ MINE = """
         tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
 """
 REPORT = {"format": 1, "environment": {"npu_ops": "1"}, "results": []}
-# Messages of the examples that need an NPU, or a report of one; tests/model/test_calibration.py has
-# such a report. `launches` needs a model folder; tests/emulator/test_launches.py runs it.
+# Error messages of the examples that cannot run here. They need an NPU, an NPU's report (see
+# tests/model/test_calibration.py) or a model folder (see tests/emulator/test_launches.py).
 DECLINED = {
     "npu-ops launches path/to/Qwen3.5-9B": "needs a folder with a config.json",
     "npu-ops verify": "device: there is no npu here",

@@ -181,7 +181,7 @@ def _check_blocks(call, sequences: int) -> None:
 
 
 def _check_lengths(name: str, x, q, entries: int | None, total: int | None = None) -> None:
-    """Check lengths, or with `total` the starts of sequences and the end of the last.
+    """Check sequence lengths; or cu_seqlens that end at `total`, if `total` is given.
 
     Values are checked only if reading them waits for no device and breaks no trace.
     """

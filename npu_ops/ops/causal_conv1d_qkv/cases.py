@@ -129,7 +129,7 @@ WRONG = [
         ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=6)}),
         given=_PACKED, reads=True),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("causal_conv1d_qkv", {"bias": None}, {"activation": None}, {"eps": 1.0},
              {"use_qk_l2norm": False}, {"output_final_state": False}, {"initial_state": None}),

@@ -225,7 +225,7 @@ WRONG = [
         ("query_start_loc: got length 5, needs 3", {"query_start_loc": make.indices([0, 5, 6])}),
         given=_PACKED_VERIFIED, reads=True),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("causal_conv1d_update", {"bias": None}, {"activation": "silu"},
              {"conv_state_indices": make.indices([2, -1])}, {"disable_state_update": True},

@@ -178,7 +178,7 @@ def chunk_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients that are not None."""
+    """Write the gradients; grad_initial_state may be None."""
     chunk_size = token_by_token.chunk_size_of_backward(chunk_size)
     x = Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     gradients = grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state

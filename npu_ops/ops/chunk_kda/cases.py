@@ -101,7 +101,7 @@ WRONG = [
         *values("lower_bound", "a finite number below 0", 0.0, 1, float("nan"), "1"),
         given=GATED),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("chunk_kda", *(change for change in delta.CHANGES if "dt_bias" not in change), GATED,
              BOUNDED, BOUNDED | {"A_log": None}, {"cu_seqlens": make.indices([0, 9, 20])}),

@@ -246,7 +246,7 @@ CHANGES = (
     GATED,
 )  # fmt: skip
 
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("fused_recurrent_gated_delta_rule", *CHANGES, {"beta": None}, {"g": None},
              {"gk": shaped(2, 5, 4, 8)}, {"gv": shaped(2, 5, 4, 8)},

@@ -292,7 +292,7 @@ WRONG = [
         ("num_accepted_tokens: got [3, 1], needs", {"num_accepted_tokens": make.indices([3, 1])}),
         given=_BY_TOKEN, reads=True),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("gated_delta_rule_update", {"scale": 0.5}, {"use_qk_l2norm_in_kernel": False},
              {"state_v_first": False}, {"disable_state_update": True}, {"softplus_beta": 2.0},

@@ -65,7 +65,7 @@ WRONG = [
         ("eps: got a tensor, needs a finite number, 0 or more", {"eps": shaped()}),
     ),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("l2norm", {"eps": 0.5}, {"output_dtype": torch.bfloat16},
              {"output_dtype": torch.float16}),

@@ -235,7 +235,7 @@ WRONG = [
         ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("mrope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
              {"section_layout": "chunked"}, {"mrope_section": [4, 0, 0]},

@@ -228,7 +228,7 @@ WRONG = [
         ("positions: got 3 to 20, needs 0 to 19", {"positions": replaced(1, to=20)}),
         reads=True),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("qk_norm_rope", {"eps": 1.0}, {"zero_centered": True}, {"pair_layout": "interleaved"},
              {"rotary_dim": 8} | cos_sin(2, 5, 4), cos_sin(1, 5, 8), cos_sin(2, 5, 6)),

@@ -87,7 +87,7 @@ WRONG = [
     *wrong("add_rms_norm", TypeError,
         ("residual: got float16, needs x's float32", {"residual": cast(torch.float16)})),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     option
     for name in ("rms_norm", "add_rms_norm")

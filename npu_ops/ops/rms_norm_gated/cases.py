@@ -111,7 +111,7 @@ WRONG = [
         *values("group_size", "a divisor of 8", 0, -4, 3, 16, 4.0, "4"),
     ),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("rms_norm_gated", {"eps": 0.5}, {"activation": "sigmoid"},
              {"norm_before_gate": False}),

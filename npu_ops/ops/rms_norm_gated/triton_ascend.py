@@ -309,7 +309,7 @@ def _wide_backward(grad, x, weight, z, eps, constants, grad_x, grad_weight, grad
 
 
 def _tile(elements: int, inner: int, width: int, grouped: bool) -> dict | None:
-    """Return the shape of a tile of so many elements, or None if a row does not fit."""
+    """Return the shape of a tile of up to `elements` elements, or None if a row does not fit."""
     padded = max(NARROWEST, next_power_of_2(width))
     if padded > elements:
         return None

@@ -100,7 +100,7 @@ def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
 
 
 def check_table(name: str, table, q, of: str = "q") -> None:
-    """Check the dtype, device and gradient of a table of angles. of: the caller's name of q."""
+    """Check a table's dtype and device, and that it needs no gradient. of: q's name in errors."""
     check.floating(name, table)
     check.same_device(name, table, of, q)
     if table.requires_grad and torch.is_grad_enabled():

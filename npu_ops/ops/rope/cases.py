@@ -68,7 +68,7 @@ class Case:
         }
 
     def shape(self, heads: int) -> tuple[int, ...]:
-        """Return the shape of a q or k with so many heads."""
+        """Return the shape of q or k with `heads` heads."""
         sizes = dict(B=self.batch, S=self.tokens, T=self.tokens, N=heads, D=self.head_dim)
         return tuple(sizes[axis] for axis in self.layout)
 
@@ -312,7 +312,7 @@ WRONG = [
         ("cu_seqlens: got int16, needs int32 or int64", {"cu_seqlens": torch.Tensor.short}),
         given=_OF_A_RANK),
 ]  # fmt: skip
-# Changes of arguments that every implementation must respect.
+# Valid changes of arguments: every implementation must honour them as the reference does.
 OPTIONS = [
     *options("rope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True}),
     *options("rope", cos_sin(2, 5, 6), {"rotary_dim": 8} | cos_sin(2, 5, 4)),

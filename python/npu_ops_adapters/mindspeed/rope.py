@@ -123,7 +123,7 @@ def _replace_dispatcher(original: Callable) -> Callable:
             "max_seqlen": max_seqlen,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        # Otherwise it is None, or the object of MindSpeed's reset_attention_mask.
+        # cu_seqlens may also be None, or an object of MindSpeed's reset_attention_mask.
         packed = isinstance(cu_seqlens, torch.Tensor)
         if not packed and given.keys() <= known.keys():
             return original(t, freqs, config, cu_seqlens, mscale, **given)

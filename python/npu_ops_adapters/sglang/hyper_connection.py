@@ -1,8 +1,8 @@
 """Qwen4-Exp's streams of hidden states: the functions that mix and combine them.
 
-SGLang compiles them, so they round once where training rounds each operator. On NPUs
-`Tensor.is_cuda` is True in SGLang (torch_npu's `transfer_to_npu`), so it chooses kernels for CUDA.
-The norm of streams is in `rms_norm`.
+SGLang compiles these functions, so they round once; training rounds after each operator. In SGLang
+torch_npu's `transfer_to_npu` makes `Tensor.is_cuda` True on NPUs, so SGLang chooses CUDA kernels.
+`rms_norm` patches the norm of the streams.
 """
 
 from __future__ import annotations

@@ -147,7 +147,10 @@ def _verdict(wrong: list[str]) -> dict:
 
 
 def values(subject: Subject, results: dict, expected: dict) -> dict:
-    """Compare the values. `used`: the largest error relative to its tolerance, and its tensor."""
+    """Compare the results with the expected values.
+
+    used: the largest error / tolerance of the tensors that pass. tensor: which of them has it.
+    """
     if results.keys() != expected.keys():
         names = ", ".join(sorted(results.keys() ^ expected.keys()))
         return _verdict([f"{names}: written by one of implementation and reference alone"])

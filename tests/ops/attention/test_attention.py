@@ -293,7 +293,7 @@ for kind in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary):
         call = {"attn_mask": ~mask}
     out = npu_ops.attention(q, k, v, layout="SBND", **call).flatten(2)
     grad = torch.randn_like(out)
-    # A row that Megatron masks entirely is a plain average; ours is 0.
+    # If all keys of a query are masked, Megatron returns the mean of v and npu-ops returns 0.
     rows = torch.ones(2, 7) if mask is None else (~mask).any(-1).squeeze(1).expand(2, 7)
     grad, keep = grad * rows.T[..., None], rows.T[..., None].bool()
     torch.testing.assert_close(out * keep, expected * keep, atol=3e-6, rtol=1e-5)
