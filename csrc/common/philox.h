@@ -13,7 +13,7 @@ namespace npu_ops {
 constexpr uint32_t kFirstFactor = 0xD2511F53u, kSecondFactor = 0xCD9E8D57u;
 
 // A row is cut into 8 lanes of lane_width columns, a multiple of 16, so lanes are whole vectors.
-// One Philox call gives 128 bits: 16 for the same column of each lane.
+// One Philox call returns 128 random bits: for one column, 16 bits for each of the 8 lanes.
 constexpr int64_t kDrawLanes = 8;
 inline int64_t lane_width(int64_t width) {
   return ((width + kDrawLanes - 1) / kDrawLanes + 15) / 16 * 16;

@@ -43,7 +43,7 @@ NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const fl
   }
 }
 
-// Position of the heads of one kind (q, k, v or gate): in the projection, or in [B, S, N, D].
+// Where the heads of q, k, v or the gate lie: in the projection, or in a [B, S, N, D] tensor.
 struct Part {
   // `step`: the distance to the next head of this kind, in heads.
   static Part inside(const Tensor& qkv, int64_t first, int64_t heads, int64_t step, int64_t dim) {
@@ -56,7 +56,7 @@ struct Part {
   int64_t heads, first, batch_step, token_step, head_step;
 };
 
-// Positions of the heads of q, k, v and the gate in a projection.
+// Where q, k, v and the gate lie in the projection's output.
 struct Parts {
   Parts(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t dim, bool gated)
       : q(Part::inside(qkv, 0, heads, gated ? 2 : 1, dim)),

@@ -177,9 +177,9 @@ NPU_OPS_TWIN_UNARY(vln, float(std::log(double(X))))                       // 6.3
 NPU_OPS_TWIN_UNARY(vnot, ~X)                                              // 6.3.9.3
 #undef NPU_OPS_TWIN_UNARY
 
-// Guide 6.3.11.6. In counter mode vcopy still uses its repeat count, and the mask is the number of
-// elements per repeat. The guide does not say so, but AscendC's Broadcast (broadcast_v220_impl.h)
-// relies on it: each repeat copies one row.
+// Guide 6.3.11.6. In counter mode most instructions ignore their repeat count. vcopy does not: it
+// copies as many elements per repeat as the mask says. The guide does not mention this; AscendC's
+// Broadcast (broadcast_v220_impl.h) relies on it to copy one row per repeat.
 template <class T>
 inline void vcopy(T* to, T* a, uint8_t repeats, uint16_t to_block, uint16_t a_block,
                   uint16_t to_repeat, uint16_t a_repeat) {

@@ -75,7 +75,7 @@ class Case:
         self.b = self.operand()
 
     def numbers(self) -> np.ndarray:
-        """Return random operands: small integers, whose sums are exact, if the operation allows."""
+        """Return a random operand, `[ROWS, COLUMNS]`: mostly small integers, with exact sums."""
         shape, kind = (ROWS, COLUMNS), KINDS[self.kind]
         if self.operation in ("log", "sqrt"):
             return self.draw.uniform(0.01, 50, shape).astype(kind)

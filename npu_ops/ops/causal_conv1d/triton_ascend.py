@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.core import hardware
+from npu_ops.core.activations_triton_ascend import sigmoid, silu
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.causal_conv1d import wide_triton_ascend as wide
@@ -26,8 +27,8 @@ BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)
 # The fewest tokens of a piece: each piece also reads W - 1 rows of the piece before it.
 SHORTEST = 32
-# Tokens per iteration. `x3, x2, x1 = x2, x1, x0` copies a vector less for each token, and with more
-# tokens the compiler finds no room on chip to load a row before it is needed.
+# Tokens per iteration. `x3, x2, x1 = x2, x1, x0` copies half as many vectors per token as with one
+# token per iteration. With four, the unified buffer is full, so rows are not loaded ahead.
 UNROLLED = 2
 # Starts of sequences that are compared at a time.
 STARTS = 1024
@@ -61,12 +62,6 @@ def convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
     if W > 3:
         z += x3 * w3
     return z
-
-
-@triton.jit
-def silu(z):
-    """Return z / (1 + exp(-z)). On Ascend, `-z` is two instructions and `z * -1.0` is one."""
-    return z / (1.0 + tl.exp(z * -1.0))
 
 
 @triton.jit
@@ -290,7 +285,7 @@ def convolve_channels_backward(
                         z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
                         if bias is not None:
                             z += offset
-                        gate = 1.0 / (1.0 + tl.exp(z * -1.0)) if SILU else 1.0
+                        gate = sigmoid(z) if SILU else 1.0
                         if HEAD:
                             g0 = _unit_backward(g0, z * gate, eps, HEAD)
                         if SILU:
@@ -301,7 +296,7 @@ def convolve_channels_backward(
                     sum0 += own * x0
                     sum1 += own * x1
                     p = row - (W - 1)
-                    # Taps in reverse order: for the oldest g, row p was the current token, of w0.
+                    # Taps in reverse order: w0 multiplies row p in the convolution of the oldest g.
                     if W == 2:
                         value = convolve(g1, g0, g0, g0, w0, w1, w1, w1, W)
                     elif W == 3:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from npu_ops.core.activations_triton_ascend import sigmoid, silu
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 
@@ -76,7 +77,7 @@ def _forward_kernel(
                 z = _convolution(x + b * x_b, taps, bias, state, t, n, start, end, column, width,
                                  x_t, state_n, state_w, W, BT, BD)  # fmt: skip
                 if SILU:
-                    z = z / (1.0 + tl.exp(-z))
+                    z = silu(z)
                 exists = (t < end)[:, None] & (column < width)[None, :]
                 if residual is not None:
                     z += _tile(residual + b * residual_b, t, column, residual_t, exists)
@@ -108,7 +109,7 @@ def _convolution_gradient_kernel(
                 if SILU:
                     z = _convolution(x + b * x_b, taps, bias, state, t, n, start, end, column,
                                      width, x_t, state_n, state_w, W, BT, BD)  # fmt: skip
-                    gate = 1.0 / (1.0 + tl.exp(-z))
+                    gate = sigmoid(z)
                     value *= gate * (1.0 + z * (1.0 - gate))
                 at = t[:, None].to(tl.int64) * width + column[None, :]
                 tl.store(g + b * length * width + at, value, mask=exists)

@@ -9,15 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_ops.core.activations_triton_ascend import silu
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
-from npu_ops.ops.causal_conv1d.triton_ascend import (
-    convolve,
-    load_row,
-    load_taps,
-    silu,
-    taps_first,
-)
+from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
 
 # Channels in a block, from the bytes that the vendor's compiler reserves on chip for each channel
 # (fp32, W = 4, windows). Blocks are not wider, so that few sequences still keep many cores busy.

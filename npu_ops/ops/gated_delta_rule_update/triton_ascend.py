@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npu_ops.core.activations_triton_ascend import sigmoid
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
 from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
@@ -131,7 +132,7 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
         raw = log + tl.load(dt_bias + head).to(tl.float32)
         root, _, plus = rate_of(raw, rate, softplus_beta, softplus_threshold, PLAIN)
         log = 0.0 - root * plus * root
-        strength = 1.0 / (1.0 + tl.exp(-strength))
+        strength = sigmoid(strength)
     matrix = matrix * keys_of(tl.exp(log), V_FIRST)
     error = load_row(v + token * v_t, head, value, V) - over_keys(matrix * b_k, V_FIRST)
     matrix += b_k * values_of(error * strength, V_FIRST)

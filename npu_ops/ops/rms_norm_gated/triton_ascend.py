@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from npu_ops.core.activations_triton_ascend import sigmoid, silu
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 
 # Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
@@ -26,18 +27,18 @@ PIECES = 48
 def _activate(z, SILU: tl.constexpr):
     """Return silu or sigmoid and its derivative, from exp(-|z|), which cannot overflow."""
     e = tl.exp(0.0 - tl.abs(z))
-    sigmoid = tl.where(z >= 0, 1.0, e) / (1.0 + e)
+    gate = tl.where(z >= 0, 1.0, e) / (1.0 + e)
     slope = e / ((1.0 + e) * (1.0 + e))
     if SILU:
-        slope = sigmoid + z * slope
-        sigmoid = z * sigmoid
-    return sigmoid, slope
+        slope = gate + z * slope
+        gate = z * gate
+    return gate, slope
 
 
 @triton.jit
 def _gate(z, SILU: tl.constexpr):
-    """Return silu or sigmoid without the derivative. exp may be infinite: 1 / infinity is 0."""
-    return (z if SILU else 1.0) / (1.0 + tl.exp(z * -1.0))  # 0 - z would be two instructions
+    """Return silu or sigmoid without the derivative."""
+    return silu(z) if SILU else sigmoid(z)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ _NO_ROW = -1
 def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
     """Return the position of each packed token in its sequence, `[1, tokens]`.
 
-    The result is on the device of cu_seqlens. Tokens after the last sequence get NOBODY.
+    The result is on the device of cu_seqlens; it is NOBODY for tokens after the last sequence.
 
     cu_seqlens: `[n + 1]`, the starts of the sequences, then the end of the last. No sequence may be
     longer than the table's `rows`.
@@ -33,7 +33,7 @@ def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
     """Return the row of Megatron's freqs for each token of this rank, int64 `[1, tokens]`.
 
-    The result is on the device of cu_seqlens. Tokens after the last sequence get NOBODY.
+    The result is on the device of cu_seqlens; it is NOBODY for tokens after the last sequence.
 
     cu_seqlens: `[n + 1]`, of the whole sequences, not of this rank's parts of them.
     rows: number of rows of freqs. Each row belongs to a position or to a packed token:

@@ -11,6 +11,7 @@ import math
 import triton
 import triton.language as tl
 
+from npu_ops.core.activations_triton_ascend import sigmoid, silu
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.swiglu.reference import halves
 
@@ -50,9 +51,7 @@ def _swiglu_kernel(
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column, mask = _tile(tile, rows, D, BR, BD)
         z = _load(gate, row, column, mask, gate_step)
-        # exp may be infinite: 1 / infinity is 0. z * -1 is one instruction, 0 - z is two.
-        silu = z / (1.0 + tl.exp(z * -1.0))
-        value = silu * _load(up, row, column, mask, up_step)
+        value = silu(z) * _load(up, row, column, mask, up_step)
         _store(out, row, column, mask, out_step, value)
 
 
@@ -66,11 +65,11 @@ def _swiglu_backward_kernel(
         row, column, mask = _tile(tile, rows, D, BR, BD)
         z = _load(gate, row, column, mask, gate_step)
         g = _load(grad, row, column, mask, grad_step)
-        sigmoid = 1.0 / (1.0 + tl.exp(z * -1.0))
-        silu = z * sigmoid
-        _store(grad_up, row, column, mask, to_up_step, g * silu)
-        # For a large z, silu - silu * sigmoid is only a rounding error, about 1e-7 z.
-        slope = sigmoid + (silu - silu * sigmoid)
+        gated = sigmoid(z)
+        value = z * gated
+        _store(grad_up, row, column, mask, to_up_step, g * value)
+        # For a large z, value - value * gated is only a rounding error, about 1e-7 z.
+        slope = gated + (value - value * gated)
         of_gate = g * _load(up, row, column, mask, up_step) * slope
         _store(grad_gate, row, column, mask, to_gate_step, of_gate)
 

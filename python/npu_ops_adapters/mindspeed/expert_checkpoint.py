@@ -21,7 +21,7 @@ _NAME = "make_sharded_tensors_for_checkpoint"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function that makes experts' sharded tensors, if layers pass no tp_group to it."""
+    """Patch the function that creates experts' sharded tensors, if its callers pass no tp_group."""
     if _passes_no_group(sys.modules.get(_MODULE)):
         yield Patch(
             target=f"{_MODULE}:{_NAME}",

@@ -56,9 +56,9 @@ def test_any_shape(
     expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
     for name, value in expected.items():  # a gradient may be 0, so no relative error alone
         most = 4 * TOLERANCES[dtype].max_abs
-        terms = queries * heads[0] if name == "gradient of k" else 1  # summed in a gradient of k
-        if name == "gradient of q":  # out's gradient times v is a sum over value_dim
-            terms = max(1, value_dim / 16)
+        # A gradient of k sums over queries and heads, and one of q over value_dim.
+        sums = {"gradient of k": queries * heads[0], "gradient of q": max(1, value_dim / 16)}
+        terms = sums.get(name, 1)
         torch.testing.assert_close(
             actual[name].double(), value.double(), atol=most * terms**0.5, rtol=most
         )
