@@ -2,8 +2,10 @@
 
 A trainer and a server often call different operators, which sum in different orders or round at
 different steps. With the replacements both compute the same bits, whichever Python function they
-call. Each module replaces one kind of operator and lists the replacements in `OPERATORS`,
-`OPERATORS_OF_TORCH_NPU` or `SHARED_WITH_TORCH_NPU`.
+call. Each module replaces one kind of operator and lists the replacements:
+- `OPERATORS`: of torch; `OPERATORS_UNDER_AUTOCAST`: of torch, under autocast only;
+- `OPERATORS_OF_TORCH_NPU`: of torch_npu;
+- `SHARED_WITH_TORCH_NPU`: of torch_npu, which still computes some of the calls.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def installed() -> bool:
 
 
 def remove() -> None:
-    """Restore PyTorch's operators."""
+    """Restore the operators of torch and torch_npu."""
     for made in _libraries:
         made._destroy()
     _libraries.clear()

@@ -14,11 +14,11 @@ from npu_ops.consistent.products import with_rows
 from npu_ops.core.library import call_torch_npu
 from npu_ops.ops.grouped_linear import grouped_linear
 
-# dtype -> the number that stands for it in output_dtype
+# dtype -> its number in torch_npu's argument output_dtype
 _DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 _BY_ROWS = 0  # group_type: groups divide the rows of x
 _ENDS, _COUNTS = 0, 1  # group_list_type: group_list has the end, or the length, of each group
-# drop_pad_mode: row indices are ordered by expert column, or by token
+# drop_pad_mode: order of the row indices of T tokens with K experts each: [K, T], or [T, K]
 _BY_COLUMNS, _BY_TOKENS = 0, 2
 _PLAIN = {"split_item", "output_dtype"}  # arguments that a plain product may have, see `_is_plain`
 

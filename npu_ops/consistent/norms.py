@@ -29,9 +29,10 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
-    """Compute in the dtype of the tensors, which a server without autocast does too.
+    """Compute in the dtype of the tensors, as a server without autocast does.
 
-    Under autocast PyTorch computes in fp32. Tensors of several dtypes still become fp32.
+    Under autocast PyTorch would compute in fp32. If the dtypes of the tensors differ, this function
+    computes in fp32, too.
     """
     given = input, weight, bias
     with torch.autocast(input.device.type, enabled=False):

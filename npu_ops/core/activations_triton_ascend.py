@@ -1,6 +1,7 @@
 """Activations in Triton, for Ascend and NVIDIA.
 
-exp(-z) may be infinite: then the result is 0. On Ascend `-z` is two instructions, `z * -1.0` one.
+If exp(-z) overflows to infinity, the result is 0. On Ascend, `-z` takes two instructions, and
+`z * -1.0` takes one.
 """
 
 from __future__ import annotations

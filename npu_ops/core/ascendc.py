@@ -38,8 +38,8 @@ def why_not_built(op: str, family: str) -> str | None:
 def why_not(op: str, device: torch.device) -> str | None:
     """Return None, or one sentence on why an op's AscendC kernels do not run on `device`.
 
-    `device` may be a CPU if `registry.as_if_on` asks as if its tensors were on an NPU. The answer
-    is then for this machine's NPU.
+    Inside `registry.as_if_on("npu")`, `device` may be a CPU. The answer is then for this machine's
+    NPU.
     """
     soc = hardware.soc(device) or hardware.npu_name()
     return _missing(op, soc) if soc else f"AscendC kernels run on an NPU, not on {device.type}"

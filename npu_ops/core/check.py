@@ -51,7 +51,7 @@ def dtype(name: str, value: torch.Tensor, *allowed: torch.dtype, whose: str = ""
 
 
 def same_dtype(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise TypeError unless both have one dtype."""
+    """Raise TypeError unless both tensors have the same dtype."""
     if value.dtype != other.dtype:
         dtype(name, value, other.dtype, whose=f"{other_name}'s ")
 
@@ -70,7 +70,7 @@ def float_dtype(name: str, value) -> None:
 
 
 def same_device(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise ValueError unless both are on one device."""
+    """Raise ValueError unless both tensors are on the same device."""
     if value.device != other.device:
         raise ValueError(f"{name}: got device {value.device}, needs {other_name}'s {other.device}")
 
@@ -133,7 +133,8 @@ def scale(name: str, value) -> None:
 def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:
     """Raise ValueError if a call cannot run in place.
 
-    It cannot if a tensor in `written` is not `writable`, or if any tensor requires a gradient.
+    Each tensor in `written` must be `writable`. If gradients are enabled, no tensor may require a
+    gradient.
     """
     writable(written, read, elementwise)
     if not torch.is_grad_enabled():
@@ -144,7 +145,7 @@ def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = Fa
 
 
 def no_gradient(tensors: dict, why: str) -> None:
-    """Raise ValueError if one of the values is a tensor that requires a gradient.
+    """Raise ValueError if gradients are enabled and one of the tensors requires a gradient.
 
     why: end of the message.
     """
@@ -160,12 +161,13 @@ def writable(written: dict, read: dict, elementwise: bool = False) -> None:
     """Raise ValueError unless the tensors in `written` can be overwritten; None values are skipped.
 
     Each element needs its own memory, and none may share memory with another tensor in `written` or
-    `read`.
+    `read`. An inference tensor can only be overwritten in inference mode.
 
     elementwise: True if the kernel reads each element before it overwrites it. A tensor in `read`
     may then have the same memory and layout as a written one.
     """
-    # Traced tensors have no memory yet: the operator's fake kernel does this check for them.
+    # Traced tensors have no memory yet. The operator's fake kernel looks for memory that two
+    # tensors share.
     traced = library.is_traced()
     for name, value in written.items():
         if value is None:

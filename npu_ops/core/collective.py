@@ -9,7 +9,7 @@ in_a_group = getattr(distributed, "is_initialized", bool)  # torch may be built 
 
 
 def all_gather(x: torch.Tensor, group) -> torch.Tensor:
-    """Return `[ranks, ...]`: the `x` of every rank. `x` must have one shape on all ranks.
+    """Return `[ranks, ...]`: the `x` of every rank. `x` must have the same shape on all ranks.
 
     All ranks must run the backward too: it contains an all_reduce.
     """

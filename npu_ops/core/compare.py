@@ -30,12 +30,16 @@ def tolerances(float64, float32, float16, bfloat16) -> dict[torch.dtype, Toleran
     return {dtype: Tolerance(*pair) for dtype, pair in given.items()}
 
 
-# For results that sum a row in fp32 and round once to the dtype, against fp64 on the same inputs.
+# For ops that sum along rows in fp32 and round the result once to its dtype. The expected values
+# are computed in fp64 from the same inputs.
 ROUNDED_ONCE = tolerances((2e-15, 1e-14), (6e-7, 2e-6), (4e-4, 6e-4), (2.5e-3, 5e-3))
 
 
 def error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return RMS of the error over RMS of `expected`: 0 if both are 0, NaN if `actual` has one."""
+    """Return the RMS of the error over the RMS of `expected`.
+
+    0 if both RMS values are 0, infinity if only that of `expected` is, NaN if `actual` has a NaN.
+    """
     return _ratio(_error(actual, expected), expected)
 
 

@@ -1,8 +1,8 @@
 """Adds the version of npu-ops to the keys of torch's caches of compiled graphs.
 
 torch caches compiled graphs on disk by the operators they call. It does not notice that another
-version of npu-ops changed an operator or its gradient. Without this, an upgrade could run a stale
-graph, or one that calls an operator that is gone.
+version of npu-ops changed an operator or its gradient. Without the version in the key, torch could
+run a stale graph after an upgrade, or a graph that calls a removed operator.
 """
 
 from __future__ import annotations

@@ -137,5 +137,5 @@ def _views(arguments: Sequence, sources: Sequence) -> list[View] | None:
 
 
 def _begins(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether both tensors have the same first element."""
+    """Return whether both tensors begin at the same address and have the same dtype."""
     return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and bool(x.data_ptr())

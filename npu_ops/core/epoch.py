@@ -1,7 +1,8 @@
 """A counter that invalidates cached dispatch decisions.
 
-It grows when switches, assumed devices or preference tables change, for they affect which
-implementation is chosen. `core/decisions.py` makes it part of every cache key.
+The counter grows when a change affects which implementation is chosen: of settings (env.py), of the
+assumed device or SoC (`as_if_on`, `as_if_soc`), or of preference tables. `core/decisions.py` makes
+the counter part of every cache key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Checks of index values on the CPU, for implementations in Python that index memory with them.
+"""Checks of index values in host memory: sequence starts, positions, slots and lengths.
 
-Native kernels make the same checks with the same messages (csrc/common/indices.h). They run inside
-the implementation, because a compiled caller skips the argument checks.
+Argument checks of public functions use them, but a compiled call skips argument checks. So
+operators and CPU implementations in Python check again. Native kernels make the same checks with
+the same messages (csrc/common/indices.h).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def check_starts(name: str, x: torch.Tensor | None, tokens: int) -> None:
 
 
 def check_distinct(name: str, places: Iterable[int]) -> None:
-    """Raise ValueError if two sequences would write to one place."""
+    """Raise ValueError if a place occurs twice: two sequences would write to it."""
     seen = set()
     for place in places:
         if place in seen:

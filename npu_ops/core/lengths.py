@@ -10,7 +10,7 @@ end of the last. They begin with 0, never decrease, and end at or before the num
   gradients of initial states are NaN; a pool of states stays unchanged.
 
 In host memory, `indices.starts_of` and csrc/common/indices.h check them. On devices, `nobodys`
-handles them for torch operators, and `finish` of lengths_triton_ascend.py after Triton kernels.
+handles them for PyTorch code, and `finish` of lengths_triton_ascend.py after Triton kernels.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def before_conversion(call, **converted: bool):
-    """Return the call with zeros at unowned tokens, in arguments `[1, tokens, ...]` to be
-    converted.
+    """Set unowned tokens to 0 in arguments that PyTorch converts before the operator runs.
 
-    converted: argument name -> whether PyTorch converts that argument before the operator runs.
+    call: NamedTuple of the public arguments, with `q` and `cu_seqlens`; a changed copy is returned.
+    converted: argument name -> whether PyTorch converts it, e.g. by an l2norm or a gate. Arguments
+    without a gradient stay as they are.
 
     An unowned token may hold NaN. In the conversion's backward, a gradient of 0 times this NaN
     would be NaN, and so would sums over tokens. With invalid starts nothing is zeroed, so gradients

@@ -1,4 +1,4 @@
-"""A launch after an op's kernel: sets results of unowned tokens to 0 or NaN, see lengths.py."""
+"""A kernel that runs after an op's own: sets results of unowned tokens to 0 or NaN (lengths.py)."""
 
 from __future__ import annotations
 

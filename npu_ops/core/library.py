@@ -84,8 +84,8 @@ def operator(schema: str, run, fake, elementwise: bool = False) -> Callable:
 def caller(name: str) -> Callable:
     """Return a function that calls `npu_ops::<name>` through torch's dispatcher.
 
-    If autograd does not record the call, it skips the autograd kernel. That kernel is Python code
-    and costs as much as the rest of the dispatcher.
+    If autograd does not record a call, the returned function skips the autograd kernel. That kernel
+    is Python code and costs as much as the rest of the dispatcher.
     """
     overload = getattr(torch.ops.npu_ops, name).default
 

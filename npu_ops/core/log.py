@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def once(sentence: str) -> None:
-    """Log `sentence` as a warning, once per process."""
+    """Log `sentence` as a warning, once per process; never if NPU_OPS_LOG=off."""
     if sentence in _said or env.settings.log == "off":
         return
     _said.add(sentence)

@@ -19,7 +19,7 @@ def indices(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
-# Random numbers come from the CPU, so that a seed gives the same ones for every device.
+# Random numbers are drawn on the CPU, so that a seed gives the same numbers for every device.
 
 
 def normal(shape, draw: torch.Generator) -> torch.Tensor:

@@ -113,8 +113,8 @@ def _reaches(value: int, terms: Sequence[Term], low: int, high: int) -> bool:
     if not terms:
         return low <= value <= high
     common = math.gcd(*(stride for stride, _, _ in terms))
-    # The sum differs from `value` by a multiple of the strides' greatest common divisor: compare
-    # the largest such sum that is at most high.
+    # The sum differs from `value` by a multiple of the strides' greatest common divisor. The
+    # largest such sum up to `high` must be at least `low`.
     if (high - value) // common * common + value < low:
         return False
     (stride, least, most), *inner = terms

@@ -68,7 +68,8 @@ class Operator:
         signature: inputs of the implementations in torch's schema syntax, tensors first; a
             `Tensor(a!)` is written in place. After the arrow: names of the outputs; one with a `?`
             may be None.
-        shapes: further inputs, same syntax; only shapes and dtypes of the outputs depend on them.
+        shapes: further inputs, same syntax. Implementations do not get them; only shapes and dtypes
+            of the outputs depend on them.
         new: makes the outputs, uninitialised, from a NamedTuple of all inputs.
         reference: computes the outputs from the implementations' inputs.
         lay_out: arranges the arguments for kernels. Either a function of a NamedTuple of them that
@@ -76,8 +77,8 @@ class Operator:
             input contiguous.
         why_not: implementation name -> function that returns why it does not support a call, beyond
             the common checks. Called with a NamedTuple of the implementations' arguments.
-        groups: argument name -> NamedTuple type. Implementations get these fields as one argument.
-            The fields must follow each other in the signature.
+        groups: argument name -> NamedTuple type. Implementations get the fields of the type as one
+            argument of that name. The fields must follow each other in the signature.
         is_empty: whether a call needs no kernel, from a NamedTuple of the implementations'
             arguments; by default, whether its first output has no elements.
         empty: writes the outputs of a call without a kernel; the default writes zeros, because a
@@ -86,13 +87,13 @@ class Operator:
             Needed if kernels skip elements, e.g. tokens after the last sequence.
         check_indices: raises ValueError for invalid index values in host memory, from a NamedTuple
             of the implementations' arguments, before any implementation runs.
-        aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls. "first": they come
-            before all other implementations. "behind": they come after our kernels, so NPU_OPS_IMPL
-            or a table of `npu-ops tune` must choose them.
-        fla_npu: fla_npu has an operator for it, which the op's `fla_npu.py` calls. It is the last
-            of the NPU implementations.
+        aclnn: torch_npu has operators for the op, and the op's `aclnn.py` calls them. "first": they
+            come before all other implementations. "behind": they come after our kernels, so
+            NPU_OPS_IMPL or a table of `npu-ops tune` must choose them.
+        fla_npu: fla_npu has an operator for the op, and the op's `fla_npu.py` calls it. It is the
+            last of the NPU implementations.
         ascendc: the op has an AscendC kernel and a native launcher of it. The Triton kernel comes
-            before it, because the vendor's compiler compiles that one on this machine.
+            first, because this machine's own compiler compiles the Triton kernel.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
     """
 
@@ -201,7 +202,7 @@ class Operator:
             self._check_indices(arguments)
 
     def explain(self, *inputs) -> list[Verdict]:
-        """Return why each implementation does not run these inputs; None for the chosen one."""
+        """Return a Verdict per implementation, see `Table.explain`, for these inputs."""
         inputs = self.Inputs(*inputs)
         arguments = self._arguments(inputs, _tuple(self.new(inputs)))
         self.check_host_indices(arguments)
@@ -368,8 +369,11 @@ class Backward(Operator):
 
     It writes `grad_<input>`, which is returned in the input's dtype. It has no gradient itself.
 
-    If an output is unused, its gradient is zeros. A gradient declared as `Tensor?` is None instead,
-    unless the output is optional: then it is None only if the forward did not return the output.
+    If an output is unused, the backward gets this as its gradient:
+    - zeros, if the signature declares the gradient as `Tensor`;
+    - None, if it declares `Tensor?` and the output is not optional;
+    - for `Tensor?` and an optional output: None if the forward did not return the output, else
+      zeros.
 
     Args:
         passed: input name -> name of an output or of another input, whose gradient is also the

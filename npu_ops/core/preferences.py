@@ -1,11 +1,11 @@
-"""Preferences: which implementation is fastest for a call on this machine, by `npu-ops tune`.
+"""Preference tables: `npu-ops tune` measures which implementation is fastest for a kind of call.
 
 Each table is for one SoC. A table in the user's cache comes before one in the package. Without a
 table, implementations keep their default order.
 
-Ranks that compute one model must choose alike, or their results differ in rounding. So in a process
-group, the first rank that needs a table puts its fingerprint into the group's store, and the other
-ranks compare theirs.
+Ranks that compute one model must choose the same implementations, or their results differ in
+rounding. So in a process group, the first rank that needs a table puts its fingerprint into the
+group's store. The other ranks compare their fingerprints with it.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _nearest(names: dict[int, str], bits: int) -> str | None:
 
 
 def fingerprint(device: str) -> str:
-    """Return a short hash of the table that applies; "none" without a table."""
+    """Return a short hash of the table for a device type; "none" without a table."""
     if path_of(device) is None:
         return "none"
     rows = json.dumps(rows_of(device), sort_keys=True)
@@ -214,7 +214,13 @@ def settle(device: str) -> None:
 
 
 def agree(store, device: str, rank: int, mine: str) -> None:
-    """Put `mine` into the store if it is empty, else compare with the first rank's. Never waits."""
+    """Compare the fingerprint `mine` with the store's; store it if no rank did so before.
+
+    Does not wait for other ranks.
+
+    Raises:
+        RuntimeError: another rank stored another fingerprint.
+    """
     said = f"{mine} {rank}"
     first = store.compare_set(f"npu_ops/preferences/{device}", "", said).decode()
     theirs, _, other = first.partition(" ")

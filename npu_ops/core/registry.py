@@ -26,8 +26,8 @@ class Implementation:
     """One way to run an op.
 
     name: `ascendc`, `aclnn`, `fla_npu`, `triton_ascend`, `cpu` or `reference`.
-    load: returns the function that runs it; called when the implementation is first chosen.
-    devices: the device types it is meant for; empty means any.
+    load: returns the function that runs the op; called when the implementation is first chosen.
+    devices: the device types that the implementation is meant for; empty means any.
     why_not: called with the op's arguments; returns None, or one sentence for the user.
     """
 
@@ -156,11 +156,11 @@ class Table:
         return self._forced(forced, args) if forced else self._first(args)
 
     def always_chooses(self, chosen: Implementation, args: tuple) -> bool:
-        """Return whether `select` always chooses `chosen` for such `args`, so that it can be
-        cached.
+        """Return whether the choice of `chosen` can be cached for calls like `args`.
 
-        False if a vendor operator is asked first: its answer depends on graph capture and on where
-        the tensors' memory begins.
+        False if NPU_OPS_IMPL is set, or if `chosen` or an implementation before it calls a vendor
+        operator. The `why_not` of a vendor operator depends on graph capture and on where the
+        tensors' memory begins.
         """
         if chosen.name in _OF_VENDOR or env.settings.impl:
             return False
@@ -168,8 +168,10 @@ class Table:
         return not any(implementation.name in _OF_VENDOR for implementation in before)
 
     def explain(self, *args) -> list[Verdict]:
-        """Return why each implementation, in order, does not run `args`; None for the
-        chosen one."""
+        """Return a Verdict per implementation, in order: why it does not run `args`.
+
+        The reason is None for the implementation that is chosen.
+        """
         forced = self._forced_name()
         preferred = None if forced else self._preferred(_device_type(args), args)
         first = f"tuned, {preferred} comes first" if preferred else None
@@ -186,7 +188,10 @@ class Table:
         return verdicts
 
     def _forced_name(self) -> str | None:
-        """Return the implementation that NPU_OPS_IMPL forces; a backward follows its forward."""
+        """Return the implementation that NPU_OPS_IMPL forces, or None.
+
+        A backward without an entry of its own follows its forward.
+        """
         wanted = env.settings.impl
         return wanted.get(self.op) or wanted.get(self.op.removesuffix("_backward"))
 
@@ -195,7 +200,7 @@ class Table:
         for implementation in self._in_order(args):
             reason = implementation.why_not(*args)
             if reason is None:
-                if declined and not implementation.devices:  # a reference: not made for this device
+                if declined and not implementation.devices:  # only a reference has no devices
                     self._fell_back(implementation.name, declined)
                 return implementation
             declined.append(f"{implementation.name}: {reason}")

@@ -1,7 +1,7 @@
 """Halves tiles when an older compiler runs out of unified buffer.
 
 Tiles are planned for the newest ascendnpu-ir. An older one needs more on-chip memory and rejects a
-kernel with "ub overflow". npu-ops learns only from this error that an image's CANN is older.
+kernel with "ub overflow". Only this error tells npu-ops that the installed compiler is older.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
 def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str], groups: str | None = None):
     """Return a `lay_out` for an Operator along the last dimension: `as_rows` of the named tensors.
 
-    The tensors have one shape.
+    All these tensors have the same shape.
 
     groups: name of a parameter `[D]` or `[groups, D / groups]`. It is made contiguous, as is its
     gradient, and passed as `[1, D]` or `[groups, D / groups]`. With groups, each group is a row of
@@ -144,7 +144,11 @@ def _no_view(outputs) -> ValueError:
 
 
 def _fold(tensors):
-    """Fold the leading dimensions into two: (size, strides of each tensor) of both, or None."""
+    """Fold the leading dimensions into two; return None if that is not possible.
+
+    Returns:
+        (size, strides of each tensor) of the inner and of the outer dimension.
+    """
     shape = tensors[0].shape
     if any(tensor.stride(-1) != 1 for tensor in tensors) and shape[-1] > 1:
         return None

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
-# Least columns of a tile: narrower ones waste most of a vector instruction.
+# Minimum number of columns of a tile: fewer would waste most of a vector instruction.
 NARROWEST = 16
 
 
@@ -40,7 +40,10 @@ def rows_of(
     tile, start, outer, inner,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Return the outer rows, inner rows and columns of a tile from `start` on, and their mask."""
+    """Return indices of a tile's outer rows, inner rows and columns, and its mask.
+
+    start: first column.
+    """
     across = tl.cdiv(inner, BI)
     o = (tile // across) * BO + tl.arange(0, BO)[:, None, None]
     i = (tile % across) * BI + tl.arange(0, BI)[None, :, None]

@@ -30,7 +30,7 @@ LARGEST_RATIO = {
 }
 MOST_FILES = 10  # per process: each file is as large as the op's arguments
 
-# The only types a file may hold besides tensors, tuples and lists: it may be untrusted.
+# A file may come from an untrusted source: it may hold only these types, tensors, tuples and lists.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _DTYPES = frozenset(
     {
@@ -69,7 +69,10 @@ def run(table, chosen, args: tuple) -> None:
 
 
 def compare(reference: Callable, before: dict, args: tuple) -> dict[str, tuple[float, float]]:
-    """Return the error ratio and its limit for each tensor that was written."""
+    """Return the error ratio and its limit for each tensor that was written.
+
+    before: the frozen arguments of the call. args: the arguments after the call.
+    """
     expected = thaw(before)
     reference(*expected)
     untouched = thaw(before)
@@ -99,9 +102,10 @@ def freeze(args: tuple) -> dict:
 def thaw(frozen: dict, device: str | None = None) -> tuple:
     """Rebuild the arguments in new memory; tensors that shared memory share it again.
 
+    `frozen` may be untrusted: it can only name classes that are registered with `keep`.
+
     Raises:
         ValueError: `frozen` does not come from `freeze`, or a tensor reaches beyond its memory.
-            Only classes registered with `keep` are looked up by name.
     """
     storages = _part(frozen, "storages", list)
     storages = [_storage(bytes_, device) for bytes_ in storages]
@@ -169,7 +173,7 @@ def _storage(bytes_: Any, device: str | None) -> torch.UntypedStorage:
 
 
 def _placed(content: list, storages: list) -> torch.Tensor:
-    """Return a tensor in its storage, which must be large enough: torch would enlarge it."""
+    """Return a tensor in its storage, after a check: torch would enlarge a storage too small."""
     kinds = (int, torch.dtype, int, tuple, tuple)
     number, dtype, offset, shape, strides = _parts("a tensor", content, *kinds)
     numbers = (number, offset, *shape, *strides)

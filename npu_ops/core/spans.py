@@ -1,7 +1,7 @@
-"""Packed sequences split over the ranks of a group: which tokens of which sequences a rank has.
+"""Context parallelism of packed sequences: which tokens of which sequences a rank has.
 
-Every rank gets the starts of all sequences. Nothing here waits for a device: if lengths on a device
-are invalid, this rank's lengths become invalid as well, and results become NaN.
+Every rank gets the starts of all sequences. No function here waits for a device. If lengths on a
+device are invalid, this rank's lengths become invalid as well, and results become NaN.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from npu_ops.core import indices, lengths, library, make
 from npu_ops.core.collective import all_gather
 
 LAYOUTS = ("contiguous", "zigzag")
-_WRONG = -1  # first start of invalid lengths
+_WRONG = -1  # marks starts as invalid: the first of valid starts is 0
 
 
 class Span(NamedTuple):
     """One rank's part of all tokens: ranks hold consecutive parts. N: number of sequences."""
 
-    # [N + 1]: starts of the part of each sequence that is on this rank, often empty
+    # [N + 1]: starts of the parts of all sequences that are on this rank; most parts may be empty
     starts: torch.Tensor
     # [1]: tokens of the first sequence here that are on earlier ranks; may be 0
     before: torch.Tensor
     entering: torch.Tensor  # [1]: index of that first sequence
-    leaving: torch.Tensor  # bool [T]: tokens of the sequence in which the span ends
+    leaving: torch.Tensor  # bool [T]: which tokens are of the sequence in which the span ends
     # bool [ranks]: whether a rank ends in a sequence that began on an earlier rank
     passes: torch.Tensor
 
@@ -66,9 +66,9 @@ def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
 
 
 def _sequence_at(starts, positions):
-    """Return the sequence number at each position; N for positions behind all sequences.
+    """Return the index of the last sequence that starts at or before each position.
 
-    It is the last sequence that starts at or before the position.
+    Positions after the last sequence get N.
     """
     return ((starts <= positions[:, None]).sum(1) - 1).clamp(min=0)
 
@@ -96,7 +96,10 @@ def zigzag(cu_seqlens: torch.Tensor, tokens: int, group) -> torch.Tensor:
 
 
 def in_order(chunks: torch.Tensor, group) -> torch.Tensor:
-    """Gather `[2 N, ...]` of all ranks and return `[2 n, N, ...]`, ordered by chunk."""
+    """Gather the chunks `[2 N, ...]` of all ranks, see `zigzag`.
+
+    Return `[2 n, N, ...]` for n ranks and N sequences: chunks in the order of their tokens.
+    """
     gathered = all_gather(chunks, group).unflatten(1, (-1, 2))
     return torch.cat([gathered[:, :, 0], gathered[:, :, 1].flip(0)])
 

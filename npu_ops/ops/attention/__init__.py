@@ -101,8 +101,9 @@ def attention(
 
     Returns:
         out: shape, layout and dtype of q, with v's D. With return_lse also an fp32 tensor (fp64 if
-        q is) `[B, N, Sq]`, for TND `[N, T]`. Index values on a device are not checked. Invalid
-        ones access no memory outside a tensor, and a block outside the cache reads as NaN.
+        q is) `[B, N, Sq]`, for TND `[N, T]`. Index values on a device are not checked. Kernels
+        access no memory outside a tensor for invalid values, and read NaN for a block outside the
+        cache.
 
     Raises:
         TypeError: a dtype is not supported, or dtypes differ; only autocast converts tensors.

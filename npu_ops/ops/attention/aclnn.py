@@ -143,15 +143,16 @@ def _infer(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):
         pre_tokens=plan.pre_tokens, next_tokens=plan.next_tokens, input_layout=plan.layout,
     )  # fmt: skip
     log_sum = log_sum[..., 0]
-    log_sum = log_sum.masked_fill(log_sum == torch.inf, -torch.inf)  # for a query without a key
+    # For a query without a key, the operator returns inf.
+    log_sum = log_sum.masked_fill(log_sum == torch.inf, -torch.inf)
     if plan.layout != "TND":
         return out, log_sum
-    rows = log_sum.view(q.shape[0], -1, q.shape[1])  # packed queries, or a batch
+    rows = log_sum.view(q.shape[0], -1, q.shape[1])  # packed queries are a batch of one
     return out, rows.transpose(1, 2)
 
 
 def _lengths(plan: AttentionPlan, q, extra: Extra):
-    """Return the ends of the queries, and the ends or lengths of the keys; None: all keys exist."""
+    """Return the queries' ends, and the keys' ends or lengths; None if all tokens exist."""
     queries = None
     if extra.cu_seqlens_q_cpu is not None:
         queries = _ends(extra.cu_seqlens_q_cpu)

@@ -1,7 +1,7 @@
 """Converts the public arguments of attention to one form: tensors, and the numbers of a `Rule`.
 
-Every layout becomes a view in the order batch, heads, tokens, head dimension, with a contiguous
-last dimension. Packed tokens are a batch of one.
+Tensors of every layout become views in normal form: batch, heads, tokens, head dimension. Packed
+tokens are a batch of one. The operator (op.py) makes the last dimension contiguous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Attention by blocks of queries in fp32 on the CPU, for what torch's flash attention lacks."""
+"""Attention by blocks of queries in fp32 on the CPU.
+
+Used for calls that torch's flash attention does not support.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def all_finite(*tensors) -> bool:
 
 
 def _sum(x) -> float:
-    """Sum in fp32 or wider. bf16 has fp32's range, so its sum needs no copy of x."""
+    """Return the sum of x, which is finite only if all elements are.
+
+    fp16 is summed in fp32, or the sum could overflow. bf16 has the range of fp32 already.
+    """
     return x.sum(dtype=torch.float32 if x.dtype == torch.float16 else x.dtype).item()
 
 
@@ -148,7 +154,7 @@ def blocks(queries: int, keys: int, size: int, rule: Rule) -> Iterator[Block]:
 
 
 def in_window(block: Block, shift: int, rule: Rule):
-    """Return a block's window mask, bool `[queries, keys]`; the diagonal is `shift` keys ahead."""
+    """Return a block's window mask, bool `[queries, keys]`; query i's diagonal is key i + shift."""
     key = make.counted(block.key, block.key_end)
     ahead = key - make.counted(block.first, block.end)[:, None] - shift
     inside = torch.ones_like(ahead, dtype=torch.bool)

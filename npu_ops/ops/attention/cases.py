@@ -138,7 +138,7 @@ _QWEN3_8B = {"heads": 32, "kv_heads": 8, "dim": 128, "causal": True}
 
 CASES = [
     Case("causal-64", 64, causal=True),
-    # Qwen3-VL's vision tower: images of 1k to 4k patches, each attends to itself.
+    # Qwen3-VL's vision tower: images of 256 to 3840 patches. A patch attends to its own image.
     Case("qwen3-vl-vision-16384", 16384, sequences=8, **_VISION, large=True),
     Case("qwen3-vl-vision-200", 200, sequences=3, **_VISION),
     Case("qwen3-8b-train-4096", 4096, sequences=1, **_QWEN3_8B, large=True),

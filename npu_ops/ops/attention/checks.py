@@ -181,7 +181,7 @@ def _check_blocks(call, sequences: int) -> None:
 
 
 def _check_lengths(name: str, x, q, entries: int | None, total: int | None = None) -> None:
-    """Check sequence lengths; or cu_seqlens that end at `total`, if `total` is given.
+    """Check sequence lengths or, if `total` is given, cu_seqlens that end at or before `total`.
 
     Values are checked only if reading them waits for no device and breaks no trace.
     """

@@ -20,7 +20,7 @@ from npu_ops.ops.attention import blocks, decode, short
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import operator_of
 
-_WINDOW = 256  # queries per block, if they have windows
+_WINDOW = 256  # queries per call of flash attention, if the call has a window
 # From this many keys on, torch's flash attention never processes keys one at a time, see
 # `_may_hide_nan`.
 _FEW = 128
@@ -37,7 +37,12 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class Piece(NamedTuple):
-    """Sequences of equal lengths: functions that return views of tensors in normal form."""
+    """Sequences of equal lengths, computed as one batch.
+
+    The fields are functions that select the piece's part of a tensor in normal form (arguments.py):
+    queries: of a tensor with q's tokens. keys: of k or v. pairs: of a bias or mask.
+    Each returns a view, but for paged keys a copy.
+    """
 
     queries: Callable[[torch.Tensor], torch.Tensor]
     keys: Callable[[torch.Tensor], torch.Tensor]
@@ -100,7 +105,8 @@ def attention_backward(
         return short.backward(grad_out, lse, q, k, v, rule, *gradients)
     operator = operator_of(q, k, v, extra, rule, grad_lse is not None)
     by_blocks = operator != "torch flash attention"
-    # zero unowned queries and keys, and sums
+    # Gradients of tokens outside of all pieces, and of keys that no query attends to, stay 0.
+    # grad_bias is a sum over pieces.
     packed = extra.cu_seqlens_q is not None
     for gradient in (grad_q if packed else None, grad_k, grad_v, grad_bias):
         if gradient is not None:
@@ -131,7 +137,7 @@ def attention_backward(
 
 
 def _rows(lse, rule: Rule):
-    """Return the number of each row, in lse's shape, for dropout's random numbers."""
+    """Return the index of each row, in lse's shape, for dropout's draws; None without dropout."""
     return make.counted(lse.numel()).view(lse.shape) if rule.dropout_p else None
 
 
@@ -144,7 +150,7 @@ def _of_piece(piece: Piece, extra: Extra, rows) -> blocks.Pairs:
 
 
 def pieces(q, k, extra: Extra) -> Iterator[Piece]:
-    """Yield all sequences. Checks index values before the first."""
+    """Yield the pieces of a call. Checks all index values before it yields the first one."""
     if extra.block_table is not None:
         yield from _paged(q, k, extra)
     elif extra.cu_seqlens_q is not None:
@@ -230,7 +236,7 @@ class Span(NamedTuple):
     """A range of queries and keys for one call of torch's flash attention.
 
     causal: use torch's causal mask, whose diagonal starts at the first key.
-    mask: another mask, bool; None for no other.
+    mask: bool mask, or None.
     more: the previous span has the same queries with other keys, so merge the results.
     """
 
@@ -241,7 +247,7 @@ class Span(NamedTuple):
 
 
 def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
-    """Yield the calls to make; a query that is in none of them has no key."""
+    """Yield the spans to compute. A query that is in no span attends to no key."""
     shift = keys - queries if rule.bottom_right else 0
     if rule.window_left >= 0 or rule.window_right > 0:
         for block in blocks.blocks(queries, keys, _WINDOW, rule):
@@ -258,7 +264,10 @@ def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
 
 
 def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
-    """Compute with flash attention. own: out is not a view, so its memory may be replaced."""
+    """Write out and lse with flash attention.
+
+    own: out is not a view, so its memory may be replaced.
+    """
     spans = list(_spans(q.shape[2], k.shape[2], mask, rule))
     whole = _is_whole(spans, q)
     everything = whole and spans[0].block.key_end == k.shape[2]
@@ -285,8 +294,9 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
             continue
         _put(out if whole else to, found, own and whole)
         to_lse.copy_(log_sum)
-        hidden = hidden or _may_hide_nan(to_lse, k)  # to_lse is contiguous
-    # Flash attention adds -inf to scores even if they are NaN, and multiplies values by 0.
+        hidden = hidden or _may_hide_nan(to_lse, k)  # log_sum is not contiguous, so slower to read
+    # Compute again without masked pairs: flash attention adds -inf to masked scores even if they
+    # are NaN, and multiplies masked values by 0.
     if hidden or (masked and not blocks.all_finite(out)):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
 
@@ -313,8 +323,8 @@ def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
 def _multiplies_bf16() -> bool:
     """Return whether torch has bf16 matrix products for this CPU (on x86 from AVX-512 on).
 
-    Without them a bf16 product takes 5 to 100 times as long as in fp32. Only the backward asks: the
-    forward multiplies in fp32.
+    Without them a bf16 product takes 5 to 100 times as long as in fp32. This matters only for the
+    backward: flash attention's forward multiplies in fp32.
     """
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -339,8 +349,8 @@ def _one_query(q, k, v, *settings, **named):
 def _put(to, found, own: bool) -> None:
     """Write `found` to `to`.
 
-    If `to` may take over the memory and the strides agree, nothing is copied: touching new memory
-    is slower than computing a short sequence.
+    own: `to` may take over the memory of `found`. If the strides agree, nothing is copied then:
+    touching new memory is slower than computing a short sequence.
     """
     own = own and to.dtype == found.dtype
     if own and to.shape == found.shape and to.stride() == found.stride():
@@ -366,7 +376,8 @@ def _backward(
 ) -> None:  # fmt: skip
     """Write the gradients of all spans.
 
-    The softmax runs over all spans, so each call gets the output and the lse of all spans.
+    The softmax runs over all spans, so each call of flash attention gets the output and the lse of
+    all spans.
 
     own: the gradients are not views, so their memory may be replaced.
     """

@@ -12,8 +12,8 @@ from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
 from npu_ops.ops.attention.limits import triton_why_not
 from npu_ops.ops.attention.routing import plan_of
 
-# Tensors are in the form of `arguments`. lse and the gradients of bias and sinks are fp32 (fp64 if
-# q is).
+# Tensors are in normal form (arguments.py). lse and the gradients of bias and sinks are fp32 (fp64
+# if q is).
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, "
     + ", ".join(f"Tensor? {name}" for name in Extra._fields)

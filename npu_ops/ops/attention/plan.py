@@ -1,6 +1,7 @@
-"""Chooses the operator of an attention call and its arguments, and explains why no better one fits.
+"""Chooses the operator that computes an attention call, and its arguments: the plan of the call.
 
-It is a pure function of plain values: no tensor is read, no framework imported, nothing waits.
+A plan also says why each operator before the chosen one in the table does not fit. It is a pure
+function of plain values: making it reads no tensor, imports no framework and waits for no device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class AttentionSpec:
     value_dim: head dimension of v; None: equal to head_dim.
     dtype: e.g. "bfloat16".
     query_length, key_length: of a sequence, or of the longest; None if unknown.
-    same_lengths: packed sequences have as many queries as keys.
+    same_lengths: each packed sequence has as many queries as keys.
     keys: "dense", "packed" (cu_seqlens), "padded" (seqlens_k) or "paged" (block_table).
     block_size: of paged keys.
     contiguous_blocks: the cache is contiguous, with heads first or rows first.
@@ -33,7 +34,7 @@ class AttentionSpec:
     is_causal, causal_alignment, window: as in `npu_ops.attention`.
     prefix: all queries see the first keys, with is_causal for the rest.
     mask: there is a dense boolean mask.
-    bias, softcap, sinks, dropout: there is one.
+    bias, softcap, sinks, dropout: the call has it.
     nonpositive_scale: scores are multiplied by 0 or less.
     training: a gradient is needed.
     lse_gradient: the log-sum-exp has an incoming gradient.
@@ -119,7 +120,10 @@ class AttentionSpec:
 
     @property
     def mask_kind(self) -> str:
-        """Return a key of `table.MASKS`, or "window from the top left", without a sparse mode."""
+        """Return a key of `table.MASKS`, or "window from the top left".
+
+        No sparse_mode of torch_npu expresses the latter.
+        """
         if self.mask or self.prefix:
             return "dense"
         left, right = self.window or (-1, -1)
@@ -153,6 +157,7 @@ class AttentionPlan:
     drop_leading_zero: whether to drop the first element of the caller's cu_seqlens.
     pad_head_dim: pad head dimensions with zeros to this size; 0: no padding.
     graph_update: the argument to update before a captured graph is replayed, or "".
+    notes: further facts for the text of the plan.
     refused: (operator, why not) for each operator before it in the table.
     """
 

@@ -1,6 +1,6 @@
-"""Reference of attention: computes every pair of a query and a key, in fp32.
+"""Reference of attention: computes every pair of a query and a key, in fp32 (fp64 if q is).
 
-Tensors are in the form of `arguments`: batch, heads, tokens, head dimension.
+Tensors are in normal form (arguments.py): batch, heads, tokens, head dimension.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ def compute_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output `[B, N, Sq, Dv]` and the log of the softmax's denominator `[B, N, Sq]`, in
-    fp32.
+    """Return the output and lse, the log of the softmax's denominator.
 
     Computes softmax(scale q k^T, capped, plus bias) v over the unmasked keys. A query without a key
-    gets 0, and a log denominator of -inf (or its sink).
+    gets an output of 0 and an lse of -inf (or its sink).
+
+    Returns:
+        out `[B, N, Sq, Dv]` and lse `[B, N, Sq]`, both fp32 (fp64 if q is).
     """
     pairs = Pairs(q, k, v, extra, rule)
     lse = pairs.scores.logsumexp(-1)
@@ -33,7 +35,7 @@ def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Te
 
 
 def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule):
-    """Return the gradients of q, k, v, bias (in its own shape) and sinks, in fp32."""
+    """Return the gradients of q, k, v, bias (in its own shape) and sinks; fp32, or fp64 if q is."""
     pairs = Pairs(q, k, v, extra, rule)
     wide = compute_dtype(q)
     (grad_out,) = _without_nobodys(extra.cu_seqlens_q, grad_out.to(wide))
@@ -70,7 +72,7 @@ def weighted(weights, part, x):
 
     A plain matrix product would compute 0 times inf or NaN for them.
 
-    weights: 0 where not `part`, a bool tensor of the same shape.
+    part: bool, False for masked pairs. weights: same shape, 0 for masked pairs.
     """
     finite = x.isfinite()
     if x.device.type == "cpu" and finite.all():

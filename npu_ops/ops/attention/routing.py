@@ -1,4 +1,4 @@
-"""Makes the plan of a call from the shapes, dtypes and strides of its tensors."""
+"""Makes the plan of a call (see plan.py) from the shapes, dtypes and strides of its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEEDED = {
 def plan_of(
     q, k, v, extra: Extra, rule: Rule, device: str | None = None, lse_gradient: bool = False
 ) -> AttentionPlan:
-    """Return the plan of a call, on q's device or another one."""
+    """Return the plan of a call on a device type; None: q's."""
     return plan_attention(spec_of(q, k, v, extra, rule, device or q.device.type, lse_gradient))
 
 

@@ -36,8 +36,8 @@ _backward = from_native(
 def serves(q, k, mask, rule: Rule, *gradients) -> bool:
     """Return whether the native code supports these dense tensors in normal form.
 
-    Each query must attend to all keys, or to all up to one (causal, with any offset). Tokens must
-    be few, and the rows of gradients contiguous.
+    Each query must attend to all keys, or to all keys up to a last one (causal, with any offset).
+    Tokens must be few, and the rows of gradients contiguous.
     """
     queries, keys = q.shape[2], k.shape[2]
     longest = LONGEST_SEEN if rule.window_right < 0 else LONGEST

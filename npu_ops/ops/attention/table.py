@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 
 UNBOUNDED = 2**31 - 1  # unlimited pre_tokens or next_tokens
-# Size of the mask for sparse modes 2, 3 and 4, for all lengths: ones above the diagonal. It is
-# cached per device, never made per call.
+# Size of the square mask for sparse modes 2, 3 and 4, for all lengths: ones above the diagonal.
+# aclnn.py caches the mask per device.
 COMPRESSED = 2048
 
 
@@ -140,7 +140,7 @@ OPERATORS = (
         takes=("sinks", "bias"),
         lengths="",
     ),  # fmt: skip
-    # Its lengths are tensors, but in host memory; a graph can only capture it without lengths.
+    # v3 takes lengths as tensors in host memory, so a graph can only capture it without lengths.
     dataclasses.replace(
         _FUSION, name="npu_fusion_attention_v3", keys=("dense",), lengths="", captured=""
     ),

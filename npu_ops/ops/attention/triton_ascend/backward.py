@@ -48,7 +48,7 @@ def delta_kernel(
 @triton.jit
 def _gradient_of_scores(scores, b_lse, b_delta, b_grad_out, b_v, keep, keep_stride, kept_scale,
                         row0, rows, key0, BQ: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Return the unscaled weights after dropout, and the gradients of the scores."""
+    """Return the weights after dropout, not multiplied by kept_scale, and the scores' gradients."""
     weights = tl.exp(scores - tl.maximum(b_lse, LOWEST)[:, None])
     grad_weights = tl.dot(b_grad_out, tl.trans(b_v), input_precision="ieee")
     dropped = weights

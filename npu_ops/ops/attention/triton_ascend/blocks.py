@@ -56,8 +56,11 @@ def _within(starts, sequence, tokens):
 
 @triton.jit
 def find(block, table, number, across, starts_q, starts_k, lengths_k, queries, keys):
-    """Return a block's sequence, its index in it, batch entry, and (first token, count) of queries
-    and keys."""
+    """Return where a block is, and the tokens of its sequence.
+
+    Returns: sequence, index of the block in the sequence, batch entry; then first token and number
+    of tokens of the sequence's queries, and the same of its keys.
+    """
     if table is None:
         sequence, within = block // across, block % across
     else:

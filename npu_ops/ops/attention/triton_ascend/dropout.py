@@ -22,7 +22,7 @@ ACROSS = 16  # bytes of a row per tile
 
 @triton.jit
 def _bits(word, threshold, LANE: tl.constexpr):
-    """Return the bits of the two draws in each word."""
+    """Return the keep bits of the two 16-bit draws in each word: bits LANE and LANE + 1."""
     low = tl.where((word & 0xFFFF).to(tl.int32) >= threshold, 1 << LANE, 0)
     return low | tl.where((word >> 16).to(tl.int32) >= threshold, 2 << LANE, 0)
 

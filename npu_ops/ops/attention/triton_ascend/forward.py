@@ -71,7 +71,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute out and lse of BQ queries of one head.
 
-    If heads share positions (STEP > 1), sinks are [heads, rows of a sequence].
+    If STEP > 1, a position has STEP rows, one per query head of a group. Sinks are then [heads,
+    rows of a sequence].
     """
     row = tl.arange(0, BQ)
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):

@@ -76,7 +76,8 @@ def scores_of(
 ):  # fmt: skip
     """Return a tile's scores, -inf for masked keys (if MASKED), and the slope of the cap.
 
-    keys, shift: of the sequence, in keys. query0, queries: in rows of queries.
+    keys: number of keys of the sequence. shift: query i's diagonal is key i + shift.
+    query0, queries: count rows, of which STEP share a position.
     """
     scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
     slope = 1.0
