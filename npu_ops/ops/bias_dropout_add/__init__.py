@@ -22,11 +22,11 @@ def bias_dropout_add(
     inplace: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Compute `residual + dropout(x + bias, p)` in fp32 and round once.
+    """Compute `residual + dropout(x + bias, p)` in fp32 (fp64 if an input is) and round once.
 
-    The dropout mask is never stored: backward draws it again from a seed and an offset. They are
-    drawn from `generator`, or the default generator of x's device, which advances it. So a
-    recomputation that restores the generator repeats the mask.
+    The dropout mask is never stored: the backward draws it again from a seed and an offset. The
+    forward draws these two numbers from the generator and so advances it. A recomputation that
+    restores the generator repeats the mask.
 
     Args:
         x: `[..., h]`, float32, bfloat16, float16 or float64.
@@ -44,7 +44,8 @@ def bias_dropout_add(
         of a `[h]` bias is summed in fp32.
 
     Raises:
-        TypeError: an argument is not a tensor or not of a floating dtype.
+        TypeError: x, bias or residual is not a floating tensor, or dtype or generator has another
+            type.
         ValueError: p, a shape or a device is invalid; or `inplace` is set and x cannot hold the
             result (another dtype, expanded memory) or a gradient is needed.
 

@@ -1,8 +1,8 @@
-"""The gradients of bias_dropout_add, which `Backward` cannot express.
+"""The gradients of bias_dropout_add, which `core.operator.Backward` cannot express.
 
 The gradient of the residual is the output's gradient. A bias with x's shape has the same gradient
-as x, in its own dtype. If nothing is dropped, no kernel of ours runs. The backward can be
-differentiated again.
+as x, in its own dtype. If nothing is dropped, torch computes the gradients, except for a `[h]` bias
+of another dtype than the output. The backward is differentiable, too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _gradients(ctx, grad):
 def _of_sum(ctx, grad, dtype, row_dtype):
     """Return the gradient of x + bias, and its sum over rows unless row_dtype is None.
 
-    If nothing is dropped, the gradient is `grad` itself. torch then sums over rows, and accumulates
-    in as wide a dtype as our kernel.
+    If nothing is dropped, the gradient is `grad` itself. If the sum keeps grad's dtype, too, torch
+    sums over rows and accumulates in as wide a dtype as our kernel.
     """
     (rng_state,) = ctx.saved_tensors
     if rng_state is None and row_dtype in (None, grad.dtype):

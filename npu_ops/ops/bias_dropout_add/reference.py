@@ -12,7 +12,7 @@ def bias_dropout_add(x, bias, residual, rng_state, p):
 
     x, residual: [..., h]. bias: None, [h] or x's shape. rng_state: None drops nothing.
     """
-    wide = x.to(compute_dtype(x, bias, residual))  # adding to it promotes to its dtype
+    wide = x.to(compute_dtype(x, bias, residual))  # torch promotes the sums below to this dtype
     total = wide if bias is None else wide + bias
     return residual + dropout(total, rng_state, p)
 

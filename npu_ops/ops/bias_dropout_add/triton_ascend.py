@@ -51,8 +51,9 @@ def _round(c0, c1, c2, c3, k0, k1):
 def _philox(column, row, low, high, k0, k1):
     """Compute Philox4x32-10 of a tile: column is [1, BJ], row [BR, 1], the rest are scalars.
 
-    Only from the third round on do values differ per element. The other rounds are in a loop,
-    because the compiler's analysis is exponential in unrolled rounds.
+    In the first two rounds most values are the same along a row or a column, so these rounds are
+    cheap. Three rounds are unrolled. The other seven are in a loop, because the time of the
+    compiler's analysis is exponential in unrolled rounds.
     """
     c0, c1, c2, c3 = column, row, low, high
     for _ in tl.static_range(3):
@@ -172,8 +173,9 @@ def _bias_dropout_add_backward_kernel(
 ):  # fmt: skip
     """Compute grad_x, and the sums over rows in `partials` `[pieces, width]`.
 
-    A work item is `row_tiles` tiles, one below the other. Its sums are a part of one row of
-    partials. They are in eight variables, because Triton cannot index a tile by lane.
+    A work item is `row_tiles` tiles, one below the other, in each of the eight lanes. It writes its
+    sums to one row of partials. The lanes' sums are in eight variables, because Triton cannot index
+    a tile by lane.
     """
     across = tl.cdiv(lane_width, BJ)
     pieces = tl.cdiv(rows, BR * row_tiles)

@@ -48,8 +48,8 @@ def causal_conv1d(
         cu_seqlens: `[N + 1]` int32 or int64: the starts of packed sequences, then the end of the
             last; needs B = 1. Sequences may be empty. None: B sequences of T. Tokens behind the
             last sequence get 0, in y and in gradients.
-        cp_group: process group whose ranks share the tokens; every rank calls this and runs
-            backward. cu_seqlens then describes the whole sequences, the same on every rank.
+        cp_group: process group whose ranks share the tokens; every rank must call this function and
+            run its backward. cu_seqlens then describes the whole sequences, the same on every rank.
             Excludes initial_state. Final states are those after this rank's part.
         cp_layout: "contiguous": each rank has one span of all tokens, of any length, in the order
             of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence is cut into
@@ -70,11 +70,14 @@ def causal_conv1d(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: a shape, a device or an activation is invalid; cu_seqlens decrease, do not begin
-            with 0 or end behind x (on the CPU; on a device y, the final state, and the gradients of
-            x and of the initial state are NaN, and a pool stays unchanged); with conv_state, a
-            gradient is required, or on the CPU a slot is outside the pool or used twice (on a
-            device, a slot outside the pool acts like pad_slot_id).
+        ValueError: one of these:
+            - A shape, a device or an activation is invalid.
+            - cu_seqlens on the CPU decrease, do not begin with 0 or end behind x. On a device, y,
+              the final state, and the gradients of x and of the initial state are NaN instead, and
+              a pool stays unchanged.
+            - conv_state is given and a gradient is required.
+            - On the CPU, a slot is outside the pool or used twice. On a device, a slot outside the
+              pool acts like pad_slot_id.
         RuntimeError: in a compiled call on the CPU, a slot is outside the pool or used twice.
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).

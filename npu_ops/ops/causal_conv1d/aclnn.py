@@ -1,7 +1,7 @@
 """The causal convolution by torch_npu's `npu_masked_causal_conv1d`, forward, on an Ascend 950.
 
-Its limits are from torch_npu's documentation. It has three taps; Gated Delta Net's filters have
-four, so it serves other models. Bias, activation and residual are applied afterwards.
+Its limits are from torch_npu's documentation. The operator has three taps. Gated Delta Net's
+filters have four, so only other models use it. PyTorch then applies bias, activation and residual.
 """
 
 from __future__ import annotations

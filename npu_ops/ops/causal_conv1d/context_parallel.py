@@ -14,7 +14,7 @@ def initial_state(x, width: int, group):
     """Return the state `[B, D, W]` before this rank's span: the last W tokens of earlier ranks.
 
     A span may be shorter than W, so the tails of all ranks are combined. Every rank of `group` must
-    call this, also in the backward.
+    call this function and run its backward.
     """
     length = x.shape[1]
     kept = min(length, width)
@@ -29,7 +29,7 @@ def packed(x, width: int, cu_seqlens, group, layout: str):
 
     The states are `[N, D, W]`, for zigzag `[2 N, D, W]`.
 
-    Every rank of `group` must call this, also in the backward.
+    Every rank of `group` must call this function and run its backward.
     """
     if layout == "zigzag":
         return _zigzag(x, width, cu_seqlens, group)

@@ -1,8 +1,8 @@
 """The causal convolution by fla_npu's `npu_causal_conv1d`, forward.
 
-Its limits are from fla_npu's documentation of August 2026; it was only ever tested with a test
-double. Packed sequences are not supported: it would read their starts on the host, and wait for the
-device.
+Its limits are from fla_npu's documentation of August 2026. This module was only ever tested with a
+test double. It does not support packed sequences: fla_npu's operator takes their starts on the
+host, so a call would wait for the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by causal_conv1d and causal_conv1d_qkv: how tensors lie in memory."""
+"""Shared by causal_conv1d and causal_conv1d_qkv: allocated tensors, and calls without tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequences(x, cu_seqlens) -> int:
 
 
 def check_starts(arguments) -> None:
-    """Check the values that the reference relies on: the sequence starts in `arguments`."""
+    """Check the values of `arguments.cu_seqlens`, on which the reference relies."""
     indices.check_starts("cu_seqlens", arguments.cu_seqlens, arguments.x.shape[1])
 
 
@@ -44,7 +44,10 @@ def no_tokens(arguments) -> None:
 
 
 def no_tokens_backward(arguments) -> None:
-    """Write the gradients of a call without tokens."""
+    """Write the gradients of a call without tokens.
+
+    Those of weight and bias are 0. That of the initial state is the final state's gradient.
+    """
     given, starts = arguments.grad_final_state, arguments.cu_seqlens
     lengths.pass_through(None, arguments.grad_weight, None)
     lengths.pass_through(None, arguments.grad_bias, None)

@@ -57,15 +57,15 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
 
 
 def _distinct(slots) -> torch.Tensor:
-    """Return for each sequence whether no other has its slot; slots are few, so compare all pairs.
+    """Return bool `[N]`: whether no other sequence has the same slot.
 
-    bool `[N]`.
+    Compares all pairs, because slots are few.
     """
     return (slots[:, None] == slots).sum(1) == 1
 
 
 class Slots:
-    """The slots of a call's sequences in the pool. Nothing waits for the device to read them."""
+    """The slots of a call's sequences in the pool. No method waits for the device."""
 
     def __init__(self, conv_state, slots, pad_slot_id: int, x, cu_seqlens):
         self._pool = conv_state
@@ -97,8 +97,8 @@ class Slots:
     def write(self, final_state) -> None:
         """Write the last rows of each sequence to its slot.
 
-        A sequence without a slot repeats the write of the first sequence that has one. If none has
-        one, slot 0 gets its own values again.
+        A sequence whose state must not be written repeats the write of the first sequence whose
+        state is. If no state is written, a slot gets its own values again.
         """
         if not self._places.numel() or not self._pool.shape[0]:
             return

@@ -14,9 +14,10 @@ from npu_ops.core import lengths, make
 
 
 def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
-    """Compute y_t = act(sum_j weight[:, W - 1 - j] * x_{t - j} + bias) + residual_t, in fp32.
+    """Compute y_t = act(sum_j weight[:, W - 1 - j] * x_{t - j} + bias) + residual_t.
 
     x, residual: [B, T, D]. weight: [D, W]. bias: [D]. initial_state: [N, D, W].
+    Returns fp32 (fp64 if x or weight is).
     """
     rows = all_rows(x, initial_state, cu_seqlens, weight.shape[1], compute_dtype(x, weight))
     z = _preactivation(rows, x, weight, bias, cu_seqlens)
@@ -26,7 +27,7 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
 
 
 def with_final_state(x, weight, bias, residual, initial_state, cu_seqlens, silu):
-    """Return y in fp32, and the last W rows of each sequence."""
+    """Return y as `causal_conv1d` does, and the last W rows of each sequence."""
     y = causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu)
     return y, final_state(x, weight.shape[1], initial_state, cu_seqlens)
 

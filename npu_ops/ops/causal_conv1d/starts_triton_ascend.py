@@ -10,7 +10,7 @@ import triton.language as tl
 def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
     """Return the index of a packed token's sequence: the last one that starts at or before it.
 
-    Return 0 if no sequence does, which needs invalid starts.
+    Return 0 if no sequence does; this happens only if the starts are invalid.
     """
     started = 0
     for first in range(0, sequences, STARTS):
@@ -34,7 +34,10 @@ def bounds_of(cu_seqlens, n, length, PACKED: tl.constexpr):
 @triton.jit
 def piece_of(item, cu_seqlens, sequences, length, chunk, blocks, PACKED: tl.constexpr,
            STARTS: tl.constexpr):  # fmt: skip
-    """Return the piece's batch element b, tokens [first, last) and sequences [n_first, n_last]."""
+    """Return a work item's batch element b, tokens [first, last) and sequences [n_first, n_last].
+
+    An item is one of `blocks` blocks of channels of a piece: `chunk` tokens of a batch element.
+    """
     chunks = tl.cdiv(length, chunk)
     b = item // blocks // chunks
     first = (item // blocks % chunks) * chunk

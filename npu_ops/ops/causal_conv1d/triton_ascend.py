@@ -239,13 +239,13 @@ def convolve_channels_backward(
     W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
     UNROLLED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of channels [left, right), and each piece's share of those of taps and
-    bias to `sums`.
+    """Write the gradients of channels [left, right) of x and state.
+
+    Each piece also writes its share of the gradients of taps and bias to `sums`.
 
     Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to
-    p + W - 1, so the loop can write it when it is at row t = p + W - 1. The loop therefore ends W -
-    1 rows behind the piece. At the start of a sequence, the first W - 1 rows p are rows of the
-    state.
+    p + W - 1, so the loop writes it at row t = p + W - 1. The loop therefore ends W - 1 rows behind
+    the piece. At the start of a sequence, the first W - 1 rows p are rows of the state.
     """
     blocks = tl.cdiv(right - left, STEP)
     items = batch * tl.cdiv(length, chunk) * blocks
@@ -296,7 +296,7 @@ def convolve_channels_backward(
                     sum0 += own * x0
                     sum1 += own * x1
                     p = row - (W - 1)
-                    # Taps in reverse order: w0 multiplies row p in the convolution of the oldest g.
+                    # Reverse order: the oldest g is that of row p, which the tap w0 multiplied.
                     if W == 2:
                         value = convolve(g1, g0, g0, g0, w0, w1, w1, w1, W)
                     elif W == 3:
@@ -392,7 +392,10 @@ def write_totals(sums, grad_weight, grad_bias):
 
 
 def fill_state_gradient(grad_initial_state, grad_final_state, starts):
-    """Write the state gradients that the kernel does not: first columns, and empty sequences."""
+    """Write the state gradients that the kernel does not write.
+
+    These are 0 in the first column, and the final state's gradient for empty sequences.
+    """
     grad_initial_state.zero_()
     if grad_final_state is not None and starts is not None:
         empty = (starts.diff() == 0)[:, None, None]

@@ -30,7 +30,7 @@ def _tile(pointer, row, column, stride, exists):
 @triton.jit
 def _before(x, state, t, n, start, end, back, column, inside, x_t, state_n, state_w,
             W: tl.constexpr):  # fmt: skip
-    """Load the rows that lie `back` before rows t of sequence n: from its tokens or its state."""
+    """Load the rows `back` rows before rows t of sequence n, from its tokens or its state."""
     row = t + -back
     mask = ((t < end) & (row >= start))[:, None] & inside[None, :]
     rows = _tile(x, row, column, x_t, mask)
@@ -118,7 +118,7 @@ def _convolution_gradient_kernel(
 @triton.jit
 def _by_rows(g, taps, grad_final, t, n, start, stop, column, width, final_n, final_w,
              W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Return the gradient of rows t of sequence n, which may lie before its start."""
+    """Return the gradient of rows t of sequence n. Rows before its start are those of its state."""
     inside = column < width
     value = tl.zeros((BT, BD), tl.float32)
     for back in tl.static_range(W):
@@ -187,9 +187,9 @@ def _sums_kernel(
     x_b, x_t, state_n, state_w,
     W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write sums `[pieces, W + 1, width]`: each piece's share of the bias, then of the taps.
+    """Write sums `[pieces, W + 1, width]`: each piece's share of the gradients of bias and taps.
 
-    The oldest tap comes first.
+    The bias comes first, then the taps, the oldest first.
     """
     blocks = tl.cdiv(width, BD)
     items = batch * tl.cdiv(length, chunk) * blocks
@@ -254,7 +254,7 @@ def backward(
 ):  # fmt: skip
     """Write the gradient of x, and that of the initial state but for its first column.
 
-    Return the sums for the gradients of the filter's W taps and of the bias: `[pieces, W + 1, D]`.
+    Return the sums for the gradients of bias and taps, `[pieces, W + 1, D]`, see `_sums_kernel`.
     """
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     of_x, of_state = x.stride()[:2], strides(initial_state, 0, 2)

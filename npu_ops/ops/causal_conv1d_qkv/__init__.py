@@ -58,9 +58,9 @@ def causal_conv1d_qkv(
 
     Raises:
         TypeError: a dtype is not supported, or heads and dims are not integers.
-        ValueError: a shape, a device, an activation or eps is invalid; cu_seqlens decrease, do not
-            begin with 0 or end behind x (on the CPU; on a device q, k, v, the final state, and the
-            gradients of x and of the initial state are NaN).
+        ValueError: a shape, a device, an activation or eps is invalid. Or cu_seqlens on the CPU
+            decrease, do not begin with 0 or end behind x. On a device, q, k, v, the final state,
+            and the gradients of x and of the initial state are NaN instead.
 
     Source: the layers of transformers `modeling_qwen3_next.py`, one after another.
     """

@@ -9,7 +9,10 @@ from npu_ops.ops.l2norm import reference as norm
 
 
 def causal_conv1d_qkv(x, weight, bias, initial_state, cu_seqlens, silu, eps, heads):
-    """Return q, k and v in fp32, and the final state. eps=None skips the norm."""
+    """Return q, k and v in fp32 (fp64 if x or weight is), and the final state.
+
+    eps: None skips the norm.
+    """
     y = conv.causal_conv1d(x, weight, bias, None, initial_state, cu_seqlens, silu)
     q, k, v = split(y, heads)
     if eps is not None:

@@ -58,8 +58,8 @@ def causal_conv1d_update(
             or written, outputs are 0.
         intermediate_conv_window: `[rows, T, D, W - 1]` of x's dtype, with T or more steps; not with
             query_start_loc.
-        intermediate_state_indices: int32 or int64 `[B]`, the row of it for each sequence, or -1 to
-            store nothing; None: row b for sequence b.
+        intermediate_state_indices: int32 or int64 `[B]`, the row of intermediate_conv_window for
+            each sequence, or -1 to store nothing; None: row b for sequence b.
         disable_state_update: leave the pool unchanged.
 
     Returns:
@@ -67,11 +67,14 @@ def causal_conv1d_update(
 
     Raises:
         TypeError: a dtype is not supported; the state is never converted.
-        ValueError: a shape or a device is invalid, or a gradient is required. On the CPU also: an
-            index or a count is outside its range, two sequences share a slot, or the state has too
-            few columns for the tokens. On a device such a sequence gets NaN outputs and its state
-            stays unchanged; with an invalid query_start_loc this holds for all sequences. Rows
-            beyond the last column are not stored.
+        ValueError: a shape or a device is invalid, or a gradient is required. On the CPU also:
+            - an index or a count is outside its range;
+            - two sequences share a slot;
+            - the state has too few columns for the tokens.
+
+    On a device, a sequence with an invalid slot or count gets NaN outputs, and its state stays
+    unchanged. With an invalid query_start_loc this holds for all sequences. Rows beyond the state's
+    last column are not stored.
 
     Source: vLLM and SGLang `causal_conv1d_update`.
     """

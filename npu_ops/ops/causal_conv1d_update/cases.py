@@ -26,8 +26,9 @@ __all__ = ["CALLS", "CASES", "DIFFERENTIABLE", "REPRESENTATIVE", "TOLERANCES", "
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`sequences` of `tokens` each; packed ones have lengths from 0 to `tokens`.
+    """Shapes of a call.
 
+    tokens: per sequence; packed sequences have lengths from 0 to `tokens`.
     mode: "decode", "vllm" (num_accepted_tokens) or "sglang" (a window for each token).
     channels_last: the pool's channels are contiguous.
     """

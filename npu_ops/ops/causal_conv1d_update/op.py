@@ -13,7 +13,10 @@ _INTEGERS = ("indices", "accepted", "starts", "window_indices")
 
 
 def _why_not_ascendc(arguments) -> str | None:
-    """Reject strides that the kernel cannot copy: channels or columns must be contiguous."""
+    """Return why the AscendC kernel does not support a call, or None.
+
+    To copy a tensor, the kernel needs contiguous channels or contiguous columns.
+    """
     for name in ("weight", "conv_state", "window"):
         tensor = getattr(arguments, name)
         if tensor is not None and 1 not in tensor.stride()[-2:]:

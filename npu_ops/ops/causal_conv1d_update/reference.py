@@ -15,7 +15,7 @@ def causal_conv1d_update(
     x, conv_state, weight, bias, indices, accepted, starts, window, window_indices, pad, silu,
     update,
 ):  # fmt: skip
-    """Return y in fp32; write conv_state and window in place.
+    """Return y in fp32 (fp64 if x or weight is); write conv_state and window in place.
 
     A sequence's rows are the W - 1 rows of its history, from column `accepted - 1` of its slot,
     then its tokens. Without `accepted` the last W - 1 rows are stored; with it, all rows but the
@@ -63,7 +63,7 @@ def causal_conv1d_update(
 
 
 def check_indices(arguments) -> None:
-    """Raise for index values outside a tensor, as the native kernel does."""
+    """Raise ValueError for index values out of range or used twice, as the native kernel does."""
     x, state, slots, starts = arguments.x, arguments.conv_state, arguments.indices, arguments.starts
     check.check_starts("query_start_loc", starts, x.shape[1])
     count = x.shape[0] if starts is None else len(starts) - 1
@@ -95,7 +95,7 @@ def _check_accepted(arguments, used) -> None:
 
 
 def _keep_windows(window, window_indices, good, rows_at, tokens, width):
-    """Write the W - 1 rows up to each token into its window."""
+    """Write the last W - 1 rows up to and including each token into the token's window."""
     device = good.device
     place = make.counted(len(good), device=device) if window_indices is None else window_indices
     place = torch.where(good & (place >= 0) & (place < len(window)), place, len(window)).long()
@@ -106,7 +106,8 @@ def _keep_windows(window, window_indices, good, rows_at, tokens, width):
 
 
 def _without_bad(y, good, skipped, begins, ends):
-    """Set y to 0 for skipped sequences and unowned tokens, and to NaN for invalid numbers."""
+    """Set y to 0 for skipped sequences and unowned tokens, and to NaN for other sequences that are
+    not `good`."""
     token = make.counted(y.shape[0] * y.shape[1], device=y.device)
     sequence = torch.searchsorted(begins, token, right=True) - 1
     zero = skipped[sequence] | (token >= ends[sequence])
