@@ -81,8 +81,8 @@ def npu_moe_finalize_routing(
 ):  # fmt: skip
     """Add the experts' results of each token with `weighted_sum`.
 
-    Calls with skip1, skip2 or bias, without scales, or with another drop_pad_mode still run
-    torch_npu.
+    torch_npu still computes calls with skip1, skip2 or bias, calls without scales, and calls with a
+    drop_pad_mode other than 0 and 2.
     """
     alone = all(x is None for x in (skip1, skip2, bias))
     if not alone or scales is None or drop_pad_mode not in (_BY_COLUMNS, _BY_TOKENS):

@@ -1,8 +1,8 @@
 """Launch grids and tile sizes.
 
-A grid has at most one program per core, and each program loops over work items. One program per
-item is not safe: more than 65535 programs hang or crash an Ascend NPU. A tile is as large as fits
-the on-chip memory of one core.
+A grid has at most one program per NPU core (8 per multiprocessor of a GPU), and each program loops
+over work items. One program per item is not safe: more than 65535 programs hang or crash an Ascend
+NPU. A tile is as large as fits the on-chip memory of one core.
 """
 
 from __future__ import annotations

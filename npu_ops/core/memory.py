@@ -54,8 +54,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
         return False
     if not terms[-1][0]:
         return True
-    # Take two elements and the first dimension in which their indices differ; of the two, the
-    # second has the larger index there. Test each dimension as that first one.
+    # The indices of two elements first differ in one dimension, where the second element has the
+    # larger index. Test each dimension as that first one.
     for i, (stride, _, most) in enumerate(terms):
         inner = [(s, -n, n) for s, _, n in terms[i + 1 :]]
         if _reaches(0, [(stride, 1, most), *inner], 1 - size, size - 1):

@@ -10,10 +10,10 @@ LINEAR_DIM = 128
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Shapes of a published model, before any tensor parallelism.
+    """Shapes of a published model; `divided` returns those of a tensor-parallel rank.
 
-    section: rope sections of multimodal positions, or None. vision: heads and head dimension, or
-    None.
+    section: rope sections of multimodal positions, or None.
+    vision: heads and head dimension of the vision tower, or None.
     linear: key heads and value heads of Gated Delta Net, each `LINEAR_DIM` wide, or None.
     expert: hidden width of one expert, or None without experts.
     mlp: hidden width of an MLP, or None where every layer has experts.

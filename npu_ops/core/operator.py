@@ -196,8 +196,7 @@ class Operator:
             library.written(*self._given(inputs, self._overwritten))
 
     def check_host_indices(self, arguments) -> None:
-        """Raise ValueError for invalid index values. Skipped if reading them would wait for a
-        device."""
+        """Raise ValueError for invalid index values in host memory; do not read a device."""
         if self._check_indices and arguments[0].device.type == "cpu":
             self._check_indices(arguments)
 
@@ -305,7 +304,10 @@ class Operator:
         ]
 
     def _written(self) -> str:
-        """Return the outputs as written arguments of a kernel's schema, with unused aliases."""
+        """Return the schema text of the outputs as written arguments of a kernel.
+
+        Each gets an alias letter that no input uses.
+        """
         taken = _text(self.takes)
         free = (letter for letter in string.ascii_lowercase if f"({letter}!)" not in taken)
         return ", ".join(a.written(alias) for a, alias in zip(self.writes, free, strict=False))
@@ -416,7 +418,7 @@ class Backward(Operator):
         library.differentiable(self.name, library.no_gradient(self.name))
 
     def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
-        """Return where each forward input's gradient is, as an index into our outputs + `grads`."""
+        """Return where each forward input's gradient is: an index into (our outputs, `grads`)."""
         written = [argument.name for argument in self.writes]
         sources = {name.removeprefix("grad_"): i for i, name in enumerate(written)}
         of_outputs = {name: len(written) + i for i, name in enumerate(outputs)}

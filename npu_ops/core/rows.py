@@ -10,7 +10,7 @@ import torch
 
 
 def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """View tensors of one shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
+    """View tensors of equal shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
 
     If the leading dimensions do not fold into two, inputs are copied. A slice of a fused projection
     folds. Outputs must fold: writes to a copy would be lost.

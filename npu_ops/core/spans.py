@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
     # [N + 1]: starts of the parts of all sequences that are on this rank; most parts may be empty
     starts: torch.Tensor
-    # [1]: tokens of the first sequence here that are on earlier ranks; may be 0
+    # [1]: number of tokens of this rank's first sequence that are on earlier ranks; may be 0
     before: torch.Tensor
     entering: torch.Tensor  # [1]: index of that first sequence
     leaving: torch.Tensor  # bool [T]: which tokens are of the sequence in which the span ends

@@ -80,7 +80,7 @@ class AttentionSpec:
     operators: tuple[str, ...] | None = None
 
     def check(self) -> None:
-        """Raise ValueError for a call that nothing can compute, or that is ambiguous."""
+        """Raise ValueError for a call that no operator can compute, or that is ambiguous."""
         for name, allowed in (
             ("layout", _LAYOUTS),
             ("keys", _KEYS),

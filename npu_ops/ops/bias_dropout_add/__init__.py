@@ -44,8 +44,8 @@ def bias_dropout_add(
         of a `[h]` bias is summed in fp32.
 
     Raises:
-        TypeError: x, bias or residual is not a floating tensor, or dtype or generator has another
-            type.
+        TypeError: x, bias or residual is no floating tensor, `dtype` is no floating dtype, or
+            generator is no torch.Generator.
         ValueError: p, a shape or a device is invalid; or `inplace` is set and x cannot hold the
             result (another dtype, expanded memory) or a gradient is needed.
 

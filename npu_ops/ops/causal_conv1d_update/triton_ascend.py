@@ -74,7 +74,8 @@ def _causal_conv1d_update_kernel(
         if accepted is not None:
             first = tl.load(accepted + n).to(tl.int32) - 1
         good = (slot >= 0) & (slot < slots) & (slot != pad)
-        good = good & (first >= 0) & (first <= columns - (W - 1))  # first + W may overflow
+        # Not first + W - 1 <= columns: the sum may overflow.
+        good = good & (first >= 0) & (first <= columns - (W - 1))
         nothing = tl.where(slot == pad, 0.0, float("nan"))
         if starts is not None:
             good = good & (nobodys == 0)

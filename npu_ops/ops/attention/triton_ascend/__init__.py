@@ -22,11 +22,11 @@ from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
 # are at most this many rows.
 SHARED_ROWS = 128
 SMALL_TILE = 32
-# Larger head dimension of q and v, at most -> (queries, keys) of a tile. Half of a tile's scores
-# must fit into the unified buffer of a vector core.
+# Upper bound of the larger head dimension of q and v -> (queries, keys) of a tile. Half of a tile's
+# scores must fit into the unified buffer of a vector core.
 FORWARD_TILES = {128: (128, 64), 256: (64, 32)}
-# Bytes of a row of q plus a row of v, at most -> (queries, keys) of a tile. The sums of gradients
-# need memory next to the matrix unit.
+# Upper bound of the bytes of a row of q plus a row of v -> (queries, keys) of a tile. The sums of
+# gradients need memory next to the matrix unit.
 KEYS_TILES = {512: (64, 64), 1024: (32, 32), 2048: (16, 32)}
 QUERIES_TILES = {1024: (64, 32), 2048: (32, 32)}
 DELTA_BYTES = 32 * 1024

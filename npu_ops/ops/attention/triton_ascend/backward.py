@@ -1,7 +1,8 @@
 """Gradients. The weights are recomputed from lse, tile by tile.
 
 One kernel sums over the queries of each block of keys, another over the keys of each block of
-queries. Both recompute the scores, so no sum depends on the order of programs.
+queries. Both recompute the scores. So no two programs add to the same sum, and the order of
+programs does not matter.
 """
 
 from __future__ import annotations
