@@ -295,8 +295,8 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
         _put(out if whole else to, found, own and whole)
         to_lse.copy_(log_sum)
         hidden = hidden or _may_hide_nan(to_lse, k)  # log_sum is not contiguous, so slower to read
-    # Compute again without masked pairs: flash attention adds -inf to masked scores even if they
-    # are NaN, and multiplies masked values by 0.
+    # Compute again by blocks, without masked pairs: flash attention adds -inf to masked scores even
+    # if they are NaN, and multiplies masked values by 0. It may also have hidden a row of NaN.
     if hidden or (masked and not blocks.all_finite(out)):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
 

@@ -1,8 +1,8 @@
 """The gradients of bias_dropout_add, which `core.operator.Backward` cannot express.
 
 The gradient of the residual is the output's gradient. A bias with x's shape has the same gradient
-as x, in its own dtype. If nothing is dropped, torch computes the gradients, except for a `[h]` bias
-of another dtype than the output. The backward is differentiable, too.
+as x, in its own dtype. If nothing is dropped, torch computes the gradients, unless a `[h]` bias has
+another dtype than the output. The backward is differentiable, too.
 """
 
 from __future__ import annotations

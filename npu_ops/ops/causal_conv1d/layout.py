@@ -1,4 +1,4 @@
-"""Shared by causal_conv1d and causal_conv1d_qkv: allocated tensors, and calls without tokens."""
+"""Shared by causal_conv1d and causal_conv1d_qkv: states, gradients, and calls without tokens."""
 
 from __future__ import annotations
 

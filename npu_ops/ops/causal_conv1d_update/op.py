@@ -15,7 +15,7 @@ _INTEGERS = ("indices", "accepted", "starts", "window_indices")
 def _why_not_ascendc(arguments) -> str | None:
     """Return why the AscendC kernel does not support a call, or None.
 
-    To copy a tensor, the kernel needs contiguous channels or contiguous columns.
+    The kernel needs at most 4 taps and, to copy a tensor, contiguous channels or columns.
     """
     for name in ("weight", "conv_state", "window"):
         tensor = getattr(arguments, name)
