@@ -1,4 +1,4 @@
-"""Computes how tokens of one chunk act on each other, with a decay for each key.
+"""Compute how tokens of one chunk act on each other, with a decay for each key.
 
 This part does not depend on the states. With G the sums of the log decays, exp(G_i - G_j) is the
 product of two decays, split at a row r between the tokens, j < r <= i. Pairs are computed by
@@ -18,7 +18,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     store_tile,
 )
 
-# Lower bound of g, whose decay is 0. With -inf, products with the zeros of a matrix would be NaN.
+# Lower bound of g; its decay is 0. With -inf, products with the zeros of a matrix would be NaN.
 LOWEST = tl.constexpr(-1e4)
 
 

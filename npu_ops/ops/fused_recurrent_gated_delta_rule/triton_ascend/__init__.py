@@ -30,8 +30,8 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 # State elements in a tile, from the bytes that the vendor's compiler reserves on chip per element.
 TILE = tile_elements(40)
 TILE_BACKWARD = tile_elements(80)
-# Tokens between two stored states (checkpoints). For each token, the backward computes its state
-# again from the checkpoint before, so that no launch reads a state that it has written itself.
+# Tokens between two stored states (checkpoints). For each token, the backward recomputes the state
+# from the last checkpoint before it, so that no launch reads a state that it has itself written.
 SEGMENT = 16
 
 
@@ -39,7 +39,7 @@ SEGMENT = 16
 def span_of(cu_seqlens, n, length):
     """Return where sequence n begins and ends in the tokens, int32.
 
-    Packed tokens belong to one batch element. An end is within `length`, whatever cu_seqlens holds.
+    With cu_seqlens there is one batch element. Invalid cu_seqlens are clamped to 0 to `length`.
     """
     if cu_seqlens is None:
         return n * length, (n + 1) * length
