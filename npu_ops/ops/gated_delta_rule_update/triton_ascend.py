@@ -32,7 +32,7 @@ from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 # State elements per tile. Argument: on-chip bytes that the vendor's compiler reserves for each.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
-# Heads in a tile of `_decode_kernel`. Values per head, e.g. gates, are vectors of this length.
+# Heads in a tile of `_decode_kernel`. Numbers per head, e.g. gates, are vectors of this length.
 DECODE_HEADS = 4
 
 
@@ -59,7 +59,7 @@ def _normalized(x, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _accepted(num_accepted_tokens, n):
-    """Return the number of tokens of its last step that sequence n accepted; 0 if not passed."""
+    """Return how many tokens of its last step sequence n accepted; 0 if the argument is None."""
     if num_accepted_tokens is None:
         return 0
     else:
@@ -216,7 +216,7 @@ def _numbers(at, mask):
 
 @triton.jit
 def _row(at, mask, ALL: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Load rows in fp32; return them with 1 over their norms, or with 1."""
+    """Load rows in fp32; return them, and 1 over their norms (1 without NORMALIZE)."""
     x = tl.load(at).to(tl.float32) if ALL else _numbers(at, mask)
     if NORMALIZE:
         return x, 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
@@ -235,10 +235,11 @@ def _decode_kernel(
     """Compute one token of each sequence and update its state, [slots, HV, V, K].
 
     A tile is [BH heads, BV values, BK keys]. A work item is a part of the values of BH heads, tile
-    by tile. With several heads, values per head are vectors. The compiler would compute a single
-    value on the scalar unit, and the next tile's loads would wait for it. k and q are multiplied
-    with the state before it decays: o = decay S q + (k q) change. new_state is the same tensor as
-    state: with one name for both, the compiler would make each load wait for the store before.
+    by tile. With several heads, numbers per head (gates, norms) are vectors. The compiler would
+    compute a single number on the scalar unit, and the next tile's loads would wait for it. k and q
+    are multiplied with the state before it decays: o = decay S q + (k q) change. new_state is the
+    same tensor as state: with one name for both, the compiler would make each load wait for the
+    previous store.
     """
     # Use no mask if none is needed: a mask takes as much memory as a tile.
     ALL: tl.constexpr = (HV % BH == 0) & (K == BK)

@@ -150,7 +150,7 @@ def _gdn_gate_backward_kernel(
 
 
 def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold, g, beta):
-    """Write the decay to `g`, and beta unless there is no b. Arguments as in the operator."""
+    """Write the log decay to `g`, and beta unless b is None. Arguments as in the operator."""
     rows, heads = a.shape
     bt, bh = _tile(heads)
     _gdn_gate_kernel[vector_grid(cdiv(rows, bt) * cdiv(heads, bh), a.device)](

@@ -15,7 +15,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
     """Multiply rows `offs[g - 1]` to `offs[g]` of x by `weight[g]^T`: all experts in one call.
 
     With every kernel except the vendor's, a row has the same bits as in `linear`.
-    `NPU_OPS_CONSISTENT` disables the vendor's.
+    `NPU_OPS_CONSISTENT` disables the vendor's kernel in the forward.
 
     Args:
         x: `[T, K]`, float32, bfloat16, float16 or float64; the rows of a group are adjacent.
@@ -28,7 +28,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
         also in gradients. Differentiable once.
 
     Raises:
-        TypeError: an argument is not a tensor or not of x's dtype, or offs are no integers.
+        TypeError: x or weight is not a tensor or not of x's dtype; offs is not an integer tensor.
         ValueError: a shape or a device is invalid; offs in host memory decrease or exceed T.
         NotImplementedError: the backward itself is differentiated.
 

@@ -1,7 +1,8 @@
 """grouped_linear in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Tiles and sums are those of `linear`, so a row has the same bits. The tiles of all groups are
-numbered in order. Program p of n reads where every group ends, and computes tiles p, p + n, ...
+Tile sizes and the order of sums are those of `linear`, so a row has the same bits. The tiles of all
+groups are numbered in order. Program p of n reads the ends of all groups, and computes tiles p, p +
+n, ...
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _grouped_linear_kernel(
 def grouped_linear(x, weight, offs, out):
     """Write each group's rows of x times weight^T: x `[T, K]`, weight `[G, N, K]`, offs `[G]`.
 
-    offs: the row after the last one of each group.
+    offs: the end of each group.
     """
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     tiles = (cdiv(rows, ROWS) + groups) * cdiv(columns, COLUMNS)

@@ -13,8 +13,8 @@ from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
 # Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
-# gradient of weight has few elements, each a sum over rows, so its ratio is that of the worst
-# rounding.
+# gradient of weight has few elements, each a sum over rows, so the worst rounding alone determines
+# its RMS error.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 

@@ -1,4 +1,4 @@
-"""Finds the table row of each packed token.
+"""Find the table row of each packed token.
 
 These are torch operators, so that the checks also run in compiled calls. Lengths are checked on the
 CPU only: on a device the check would wait. There, a token whose row is outside the table becomes
@@ -90,7 +90,7 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
 
 
 def _by_triton(cu_seqlens, tokens: int) -> bool:
-    """Return whether to compute the rows in one Triton launch, which devices with Triton do."""
+    """Return whether to compute the rows in one Triton launch: on an NPU or GPU with Triton."""
     on_device = cu_seqlens.device.type in ("npu", "cuda")
     return on_device and tokens > 0 and library.triton_why_not() is None
 

@@ -23,7 +23,7 @@ TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Maximum number of pairs of a full-width interleaved table in a tile. On chip each pair takes 32
 # bytes in each of four tables, double-buffered.
 TABLE_PAIRS = 128
-# Narrower rows are not worth a vector instruction, and the compiler rejects some.
+# Minimum of P. Narrower rows are not worth a vector instruction, and the compiler rejects some.
 NARROWEST = 16
 
 
@@ -53,7 +53,10 @@ def load_row(row, exists, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
-    """Return the factors of (x1, x2, x2, x1) in out1 and out2, shaped [BT, 1, P]."""
+    """Return cos1, cos2, across1 and across2, [BT, 1, P] each.
+
+    out1 is x1 cos1 + x2 across1, and out2 is x2 cos2 + x1 across2.
+    """
     if INVERSE:
         across1, across2 = sin2, 0.0 - sin1
     else:
@@ -171,7 +174,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    if positions is not None and layout == "TND":  # also clears the tail of unowned tokens
+    if positions is not None and layout == "TND":  # even in place, clear the tail of unowned tokens
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](
@@ -209,8 +212,8 @@ def tile_constants(
     interleaved = pair_layout == "interleaved"
     padded = max(NARROWEST, next_power_of_2(pairs))
     if interleaved and padded == 32 and socs.is_ascend950(hardware.soc(q.device)):
-        padded = 64  # with 32 pairs in a row, that compiler stops at an assertion of its own
-    fits = max(1, TILE[interleaved] // padded)  # heads of tokens in a tile
+        padded = 64  # with 32 pairs in a row, an assertion in that compiler fails
+    fits = max(1, TILE[interleaved] // padded)  # rows in a tile: tokens times heads
     q_heads = min(fits, next_power_of_2(heads(q, layout)))
     tokens = 1 if one_token else fits // q_heads
     if interleaved and full:
