@@ -104,7 +104,7 @@ def chunk_gated_delta_rule(
             removed from fla.
         ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
             (on the CPU; on a device, all outputs and gradients are NaN). Also: a gradient is
-            required with return_intermediate_states or carry_unfinished, or a carried state does
+            required with return_intermediate_states or carry_unfinished. Also: a carried state does
             not have 0 to 64 tokens (on a device, the results of its sequence are NaN).
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.

@@ -1,14 +1,14 @@
 """Context parallelism: several ranks share the sequences; each holds a part of their tokens.
 
-The tokens of a rank change a state by an affine map, `S -> M S + h`, with a K by K matrix M and an
-h of the size of a state. h is the final state after these tokens if the initial state is 0. M is
+The tokens of a rank change a state by an affine map, `S -> M S + h`. M is a K by K matrix, and h
+has the size of a state. h is the final state after these tokens if the initial state is 0. M is
 their final state if the initial state is the identity and v is 0. All ranks compute their own M and
 h at the same time, then gather the maps of all ranks. Each rank composes the maps of earlier ranks
 into its initial state. Autograd differentiates these steps.
 
-If packed sequences are split into contiguous spans, only the sequence in which a span ends reaches
-the next rank, so a rank sends one M and one h. In zigzag each sequence has two chunks on each rank,
-so a rank sends two M and two h per sequence.
+If packed sequences are split into contiguous spans, only the sequence at the end of a span
+continues on the next rank. So a rank sends one M and one h. In zigzag each sequence has two chunks
+on each rank, so a rank sends two M and two h per sequence.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It processes one sequence and one chunk at a time, with all heads at once, so th
 stays in the cache. It computes in fp32, because CPUs without matrix units are slower in bf16.
 
 S is the state before a chunk, S' the state after it, N the values that tokens write to the state,
-and O their outputs. D_ij is the decay from token j to token i >= j, `since` the decay from the
+and O their outputs. D_ij is the decay from token j to token i >= j. `since` is the decay from the
 start of the chunk to a token, and `until` the decay from a token to the chunk's end:
 
     A = (1 + L)^-1, L = beta (K K^T) D below the diagonal        P = (Q K^T) D up to the diagonal

@@ -7,8 +7,8 @@ its own class `Chunk`:
     chunk.read()                                              returns their output, `[G, H, c, V]`
     chunk.next_state(state, out)                              writes the state after them to `out`
     chunk.backward(x, scratch, grad_o, state, grad_state, *outputs)
-                  writes their gradients, and updates `grad_state` in place, from the gradient of
-                  the state after the chunk to the gradient of the state before it
+                  writes their gradients, and updates `grad_state` in place: on entry it is the
+                  gradient of the state after the chunk, on return that of the state before it
 
 Tensors by value head are `[G, H, ...]`, with G value heads for each of H key heads. Sequences of at
 most SHORT tokens are computed token by token, in one call for all of them.

@@ -11,7 +11,7 @@ their outputs. G_i `[K]` is the sum of the log decays up to token i, and c the l
 exp(G_i - G_j) cannot be split into a factor of row i and a factor of column j that both stay
 finite. So pairs of tokens are computed by levels. At level b a chunk is cut into blocks of 2 b
 tokens. A pair belongs to the level at which j is in the first half of a block and i in its second
-half. With r the first row of that second half, both exp(G_i - G_r) and exp(G_r - G_j) are decays,
+half. Let r be the first row of that second half. Both exp(G_i - G_r) and exp(G_r - G_j) are decays,
 at most 1 if g is not positive.
 """
 
@@ -100,10 +100,10 @@ class _Chunk:
         grad_state: on entry, the gradient of the state after the chunk; on return, the gradient of
         the state before the chunk.
 
-        The gradient of G_i is q_i times the gradient of q_i, plus k_i times its gradient as a row
-        of L and of the recalled values, minus k_i times its gradient as a column. The contribution
-        of token i to the state S' depends only on the gates after i. Its gradient is summed
-        separately, because within the sums it would cancel only up to rounding.
+        The gradient of G_i has three parts: q_i times the gradient of q_i; plus k_i times its
+        gradient as a row of L and of the recalled values; minus k_i times its gradient as a column.
+        The contribution of token i to the state S' depends only on the gates after i. Its gradient
+        is summed separately, because within the sums it would cancel only up to rounding.
         """
         q, k, heads = self.q, self.k, x.q.shape[2]
         grad_o = grouped(grad_o_tokens, heads).float()

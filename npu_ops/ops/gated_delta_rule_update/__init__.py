@@ -46,8 +46,8 @@ def gated_delta_rule_update(
     Splits qkv, applies l2norm to q and k (`x / sqrt(sum(x^2) + 1e-6)`), computes the gates `g =
     -exp(A_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`, and applies the gated delta rule
     (see `fused_recurrent_gated_delta_rule`). It computes in fp32, whatever the pool's dtype. Each
-    state is read once and written once. Nothing waits for the device, so calls can be captured in a
-    graph.
+    state is read once and written once. A call never waits for the device, so it can be captured in
+    a graph.
 
     With `NPU_OPS_CONSISTENT=1` a token gets the same bits as in training (docs/invariance.md):
     PyTorch computes the gates, as in models, and states must be fp32 with state_v_first.

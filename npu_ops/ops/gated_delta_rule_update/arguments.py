@@ -184,7 +184,7 @@ def _check_kept(inputs) -> None:
 def check_values(inputs) -> None:
     """Check indices and counts in host memory.
 
-    The operator calls this, too, because a compiled call skips the argument checks.
+    The operator also calls this function, because a compiled call skips the argument checks.
     """
     slots, kept = inputs.state_indices, inputs.intermediate_states
     rows, accepted = inputs.intermediate_state_indices, inputs.num_accepted_tokens

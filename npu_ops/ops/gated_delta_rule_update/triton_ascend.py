@@ -6,8 +6,8 @@ A program loads the state of BV value columns of one head, loops over the sequen
 stores the state. It uses only vector instructions, and reads and writes each state once.
 
 Plain decoding has a kernel without that loop, `_decode_kernel`: one token of each sequence, states
-with values first, and raw gates. Calls whose gates are ready always use the loop, so that a
-sequence has the same bits however its tokens are divided over calls.
+with values first, and raw gates. Calls with ready gates (g and beta) always use the loop, so that
+the bits of a sequence do not depend on how its tokens are divided over calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DECODE_HEADS = 4
 def _span(cu_seqlens, n, sequences, length, tokens, right, last):
     """Return where sequence n begins, and its number of tokens.
 
-    The sequence after the last one stands for the unowned tokens.
+    n == sequences stands for the tokens after the last sequence.
     """
     if cu_seqlens is None:
         return tl.cast(n * length, tl.int64), length
@@ -153,7 +153,7 @@ def _update_kernel(
 
     steps: maximum number of tokens of a sequence, if the state after each token is kept. A state
     that must not be read or written gets 0 keys, because a branch would end the pipelining of
-    loads. If tokens are packed, one additional sequence stands for the unowned tokens.
+    loads. With cu_seqlens, one more sequence stands for the tokens after the last sequence.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None

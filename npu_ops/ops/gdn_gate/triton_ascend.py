@@ -167,8 +167,8 @@ def gdn_gate_backward(
 ):  # fmt: skip
     """Write the gradients.
 
-    Each piece writes its sums over rows to a row of its own. So no atomics are needed, and the
-    result is the same each time.
+    Each piece of rows writes its sums to a separate row. So no atomics are needed, and the result
+    is the same in each run.
     """
     rows, heads = a.shape
     bt, bh = _tile(heads)

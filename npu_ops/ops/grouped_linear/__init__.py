@@ -1,4 +1,4 @@
-"""grouped_linear: multiplies each group of rows by its own matrix, as in a mixture of experts."""
+"""grouped_linear: multiply each group of rows by its own matrix, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
             decreasing, at most T.
 
     Returns:
-        `[T, N]`, x's dtype. Rows behind the last group are 0. Invalid offs on a device give NaN,
+        `[T, N]`, x's dtype. Rows after the last group are 0. Invalid offs on a device give NaN,
         also in gradients. Differentiable once.
 
     Raises:

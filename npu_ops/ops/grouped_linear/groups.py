@@ -29,7 +29,7 @@ def spans(ends: torch.Tensor) -> Iterator[slice]:
 
 
 def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others=()) -> None:
-    """Write 0 to rows behind the last group, and NaN to everything if clamping changed offs.
+    """Write 0 to rows after the last group, and NaN to all results if clamping changed offs.
 
     by_row: results `[T, ...]`. others: results by group.
     """

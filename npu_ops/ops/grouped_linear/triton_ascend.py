@@ -38,7 +38,7 @@ def _grouped_linear_kernel(
     fault = _fault(offs, groups, rows)
     begin, seen = 0, 0  # rows and tiles of the groups before
     for group in range(groups + 1):
-        end, steps = rows, 0  # rows behind the last group have no products
+        end, steps = rows, 0  # rows after the last group have no products
         if group < groups:
             end = tl.minimum(tl.maximum(tl.load(offs + group).to(tl.int32), begin), rows)
             steps = depth

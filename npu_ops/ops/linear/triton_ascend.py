@@ -21,7 +21,7 @@ STEP_BYTES = 256  # bytes of a row per step; two operands fill a quarter of the 
 
 @triton.jit
 def _load(x, row, column, rows, columns, stride):
-    """Load rows of a matrix `[rows, columns]`, with zeros behind its ends."""
+    """Load a tile of a matrix `[rows, columns]`; elements outside of the matrix are 0."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
 

@@ -246,7 +246,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Return the case of a text, with positions of images if the model has them."""
+    """Return the case of the language model, with positions of three axes if it has sections."""
     if model.head_dim == 128 and model.section_layout == "chunked":
         return []  # Qwen2-VL has no norm of q and k
     return [model_case("text", model, tokens)]

@@ -22,7 +22,7 @@ TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3)
 class Case:
     """x is [tokens, heads, dim].
 
-    behind: number of elements of each token that lie behind z in its projection.
+    behind: number of elements that follow each token's z in its projection.
     weight_dtype: None for the dtype of x and z.
     large: takes seconds; for benchmarks and `make test-all`.
     """

@@ -54,7 +54,7 @@ def _positions(cu_seqlens, tokens, rows):
 
 
 def _of_somebody(starts, tokens: int, row, token):
-    """Return `row` as `[1, ...]`, with NOBODY for unowned tokens, or _NO_ROW if starts are invalid.
+    """Return `row` as `[1, ...]`; NOBODY after the last sequence, _NO_ROW if starts are invalid.
 
     starts: of the whole sequences. tokens: the number of tokens on all ranks.
     token: indices of this rank's tokens on the scale of `starts`.

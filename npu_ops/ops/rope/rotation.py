@@ -80,8 +80,7 @@ def check_positions(arguments) -> None:
 def _why_not(arguments) -> str | None:
     """Return why the kernels do not support a call, or None.
 
-    Only in an in-place call can the last dimension be non-contiguous: other calls first copy such q
-    and k.
+    Only an in-place call can have a non-contiguous last dimension: other calls first copy q and k.
     """
     q, k, cos, sin, *_ = arguments
     if k.dtype != q.dtype:

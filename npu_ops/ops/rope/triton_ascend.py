@@ -16,9 +16,9 @@ from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.rope.packing import NOBODY
 
-# Whether pairs are interleaved -> pairs in a tile, from the bytes that the vendor's compiler
-# reserves on chip per pair (fp32, with a tail to copy). Splitting interleaved pairs takes twice the
-# memory.
+# Whether pairs are interleaved -> pairs in a tile. Argument: on-chip bytes that the vendor's
+# compiler reserves per pair (fp32, with a tail to copy). Splitting interleaved pairs takes twice
+# the memory.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Maximum number of pairs of a full-width interleaved table in a tile. On chip each pair takes 32
 # bytes in each of four tables, double-buffered.
@@ -78,7 +78,7 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
                  cos2, across1, across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
                  INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
                  owned=None):  # fmt: skip
-    """Rotate every head of a tile of tokens, and copy the elements behind the rotated part.
+    """Rotate every head of a tile of tokens, and copy the elements after the rotated part.
 
     x_row, out_row: int64 [BT, 1, 1], offset of each token in elements.
     inside: mask of the tokens that exist.
@@ -174,7 +174,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    if positions is not None and layout == "TND":  # even in place, clear the tail of unowned tokens
+    if positions is not None and layout == "TND":  # also in place: clear unowned tails
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](

@@ -3,9 +3,9 @@
 The first recomputes the states, the second computes their gradients from last to first, and the
 third computes the gradients of all chunks at once.
 
-With R = beta (v - gamma k S), gamma the decay since the chunk's start, and A = `solved` the inverse
-of the chunk's triangular matrix, tokens write A R to the state. So the gradient of the triangular
-matrix is -(A^T grad_written) written^T: no step differentiates the inversion.
+Tokens write A R to the state. A (`solved`) is the inverse of the chunk's triangular matrix, and R =
+beta (v - gamma k S), with gamma the decay since the chunk's start. So the gradient of the
+triangular matrix is -(A^T grad_written) written^T: no step differentiates the inversion.
 
 In products, rows of q and k are used as the caller passed them. The other factor is multiplied by
 over_q and over_k, 1 over the norms of q and k.

@@ -170,8 +170,11 @@ def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, g
                     HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Compute the gradients by token from the gradients by chunk: the reverse of `_gather_kernel`.
 
-    A gate acts on its own token and later ones (grad_g_sums), on what earlier tokens of the chunk
-    leave in the state (kept_sums), and on the state before the chunk (totals).
+    A gate acts on:
+
+    - its own token and later tokens of the chunk (grad_g_sums),
+    - what earlier tokens of the chunk leave in the state (kept_sums),
+    - the state before the chunk (totals).
     """
     row, head = tl.arange(0, C), tl.arange(0, BH)
     for chunk in range(tl.program_id(0), number, tl.num_programs(0)):

@@ -174,7 +174,7 @@ def forward_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Take BV columns of one head's state through a sequence, and write the outputs of its tokens.
+    """Update BV columns of one head's state chunk by chunk, and write the outputs of the tokens.
 
     The state is fp32. Operands of matrix products have the dtype of `solved`, whose columns are
     already multiplied by betas. q, k and v are as the caller passed them: over_q and over_k, 1 over
@@ -182,8 +182,8 @@ def forward_kernel(
     gets the state before every KEEP tokens; its rows of sequence n begin at states_firsts[n].
 
     kept, decays: None, unless each key has its own decay. Then q, k and kept are the outputs asked,
-    recalled and kept of chunk_kda's `pairs_kernel`, and decays is [chunks, HV, K], the decay of
-    each key over a chunk.
+    recalled and kept of chunk_kda's `pairs_kernel`. decays, [chunks, HV, K], has the decay of each
+    key over a chunk.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty

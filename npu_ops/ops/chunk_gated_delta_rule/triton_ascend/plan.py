@@ -50,10 +50,10 @@ class Walk:
 
 
 def walks_of(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
-    """Plan the launches that take the states of all heads through their sequences.
+    """Plan the launches that update the states of all heads over their sequences.
 
-    If heads would leave cores idle, their states are split into blocks of columns. That happens if
-    there are few heads, and for the heads that remain for a last round of all cores.
+    If heads would leave cores idle, their states are split into blocks of columns. This happens if
+    there are few heads, and for the last heads if they do not fill all cores.
     """
     constants = constants_of(q, v, state_v_first, size)
 

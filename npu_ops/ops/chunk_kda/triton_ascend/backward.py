@@ -2,9 +2,10 @@
 
 The kernels of `chunk_gated_delta_rule` compute the states and their gradients, chunk after chunk.
 
-With G the sums of the log decays, the gradient of G_i is q_i times the gradient of q_i, plus k_i
-times its gradient as a row, minus k_i times its gradient as a column. k_i is a row where token i
-recalls from the state or from earlier tokens, and a column where later tokens use it.
+G are the cumulative sums of the log decays. The gradient of G_i has three parts: q_i times the
+gradient of q_i; plus k_i times its gradient as a row; minus k_i times its gradient as a column. k_i
+is a row where token i recalls from the state or from earlier tokens, and a column where later
+tokens use it.
 
 A pair of tokens adds a number to one row and subtracts it from another. In the gradient of g the
 two numbers cancel, exactly only if both are products of the same rounded factors. So the kernel
