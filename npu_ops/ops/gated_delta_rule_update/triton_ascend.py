@@ -69,7 +69,7 @@ def _accepted(num_accepted_tokens, n):
 @triton.jit
 def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_t,
                 COUNTED: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr):  # fmt: skip
-    """Return the slot of sequence n's initial state, and whether it is in the pool."""
+    """Return the slot of sequence n's initial state, and whether it and the counts are valid."""
     column = 0
     valid = accepted >= 0
     if SLOT_PER_TOKEN:
@@ -276,7 +276,7 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            # ascendnpu-ir 1.1 cannot compile tl.where with one condition for a whole tile.
+            # ascendnpu-ir 1.1 cannot compile tl.where of a tile with a scalar condition.
             whose = there[:, None] & (value < V)[None, :]
             out = tl.where(whose, out, tl.where(slot == -1, 0.0, float("nan")))
             tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)

@@ -58,7 +58,7 @@ def split_pairs(x, pair_layout):
 
 
 def join_pairs(x1, x2, pair_layout):
-    """The inverse of `split_pairs`."""
+    """Join the elements of pairs: the inverse of `split_pairs`."""
     if pair_layout == "half":
         return torch.cat((x1, x2), dim=-1)
     return torch.stack((x1, x2), dim=-1).flatten(-2)

@@ -174,7 +174,8 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    if positions is not None and layout == "TND":  # also in place: clear unowned tails
+    # Even in place, write the elements after the rotated part: those of unowned tokens become 0.
+    if positions is not None and layout == "TND":
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](

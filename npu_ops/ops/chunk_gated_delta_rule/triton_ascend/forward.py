@@ -111,7 +111,7 @@ def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def columns_of(item, starts, firsts, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Decode the index of a work item: BV columns of one head's state, through one sequence.
+    """Decode the index of a work item: BV columns of one head's state in one sequence.
 
     Returns:
         The sequence, the head, the first column, the vector of BV columns, the sequence's first
