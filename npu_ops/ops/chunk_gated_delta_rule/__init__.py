@@ -45,35 +45,37 @@ def chunk_gated_delta_rule(
 
     For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
     S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Matrix products compute a chunk of tokens at a
-    time; the state stays in fp32. This function accepts calls written for fla's. Only the inputs
-    are saved for the backward, which recomputes the rest.
+    time; the state stays in fp32. This function accepts calls written for fla's
+    `chunk_gated_delta_rule`. Only the inputs are saved for the backward, which recomputes the rest.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
             multiple of H: value head i uses key head `i // (HV // H)`.
         g: `[B, T, HV]`, the logarithm of the decay, of any float dtype. A g above 0 lets the state
             grow; on the CPU this logs a warning once.
-        beta: `[B, T, HV]`, of any float dtype. g and beta are computed in fp32.
+        beta: `[B, T, HV]`, of any float dtype. g and beta are converted to fp32 (fp64 if q is).
         scale: factor of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: first divide q and k by `sqrt(sum(x^2) + 1e-6)`, in fp32. They are
-            not rounded to their dtype in between, so a prompt leaves the same state as decoding.
+        use_qk_l2norm_in_kernel: first divide q and k by `sqrt(sum(x^2) + 1e-6)`, in fp32. As in
+            decoding, the quotients are not rounded to q's dtype, except by the vendor's operators
+            and with NPU_OPS_CONSISTENT.
         use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is taken in fp32.
         allow_neg_eigval: double that sigmoid.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences, then the end of
-            the last. The first is 0, the last at most T. The state of an empty sequence passes
-            through. Tokens after the last sequence get 0, in o and in gradients.
+            the last. The first is 0, the last at most T. The final state of an empty sequence is
+            its initial state. Tokens after the last sequence get 0, in o and in gradients.
         cu_seqlens_cpu, chunk_indices: fla's launch arguments; ignored, as chunks are located on the
             device.
         use_gate_in_kernel: g holds raw gates and becomes `-exp(A_log) softplus(g + dt_bias)`
             (`gdn_gate`).
         A_log, dt_bias: `[HV]`, only for `use_gate_in_kernel`; dt_bias may be None.
         chunk_size: 16, 32 or 64 tokens. With 1, and always with `NPU_OPS_CONSISTENT=1`, the forward
-            runs token by token with the kernel of `gated_delta_rule_update` and has its bits.
-        cp_group: process group whose ranks share the tokens; every rank calls this and runs
-            backward. cu_seqlens then describes the whole sequences, the same on every rank.
+            runs token by token with the kernel of `gated_delta_rule_update`. With the same g and
+            beta, both functions return the same bits.
+        cp_group: process group whose ranks share the tokens. Every rank must call this function and
+            run the backward. cu_seqlens then describes the whole sequences, the same on every rank.
             Excludes initial_state. Final states are those after this rank's part.
         cp_layout: "contiguous": each rank has one span of all tokens, of any length, in the order
             of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence is cut into
@@ -84,9 +86,9 @@ def chunk_gated_delta_rule(
             for prompts with a common prefix. Excludes gradients and cp_group.
         carry_unfinished: initial and final states are carried states, `[N, HV, V +
             unfinished_rows(K, V), K]` with state_v_first=True and chunks of 64. They hold the state
-            before the unfinished chunk, and that chunk's tokens. With NPU_OPS_CONSISTENT=chunks, a
-            sequence that is cut after any token and continued has the bits it has uncut. Zeros are
-            the state of a new sequence. Excludes gradients.
+            before the unfinished chunk, and that chunk's tokens. With NPU_OPS_CONSISTENT=chunks,
+            a sequence may be cut after any token and continued: its results keep the same bits.
+            Zeros are the state of a new sequence. Excludes gradients.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable once
@@ -101,9 +103,9 @@ def chunk_gated_delta_rule(
         TypeError: a dtype is not supported (the state is never converted), or an argument was
             removed from fla.
         ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
-            (on the CPU; on a device o, states, and the gradients of both are NaN). Also: a gradient
-            is required with return_intermediate_states or carry_unfinished, or a carried state does
-            not have 0 to 64 tokens (on a device its sequence is NaN).
+            (on the CPU; on a device, all outputs and gradients are NaN). Also: a gradient is
+            required with return_intermediate_states or carry_unfinished. Also: a carried state does
+            not have 0 to 64 tokens (on a device, the results of its sequence are NaN).
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -164,7 +166,7 @@ def _converted(call):
 
 
 def _warn_of_growth(g) -> None:
-    """Warn once if g is above 0; only if reading g waits for no device."""
+    """Warn once if a g is above 0; do not check if reading g would wait for a device."""
     if library.readable(g.detach()) and (g > 0).any():
         log.once("chunk_gated_delta_rule: a g is above 0, which lets the state grow")
 

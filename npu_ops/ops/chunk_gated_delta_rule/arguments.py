@@ -42,7 +42,7 @@ def check_call(call) -> None:
 
 
 def _check_counts(carried, values: int) -> None:
-    """Check the number of tokens in carried states, if reading it waits for no device."""
+    """Check the number of tokens in carried states, unless reading it would wait for a device."""
     if carried is None or not library.readable(carried):
         return
     wrong = [n for n in counts_of(carried, values).tolist() if n not in range(CHUNK + 1)]
@@ -70,8 +70,8 @@ def unfinished_rows(keys: int, values: int) -> int:
         keys, values: K and V.
 
     Returns:
-        64 rows for the keys of 64 tokens, plus the rows of K that their values, g, beta and count
-        fill.
+        64 rows for the keys of 64 tokens, plus the number of rows, of K elements each, that hold
+        their values, g, beta and count.
     """
     return CHUNK + -(-(CHUNK * (values + 2) + 1) // keys)
 
@@ -87,7 +87,7 @@ def _check_carried(call) -> None:
 
 
 def check_consistent(call) -> None:
-    """Raise for arguments that NPU_OPS_CONSISTENT, which is set, excludes."""
+    """Raise ValueError for arguments that the current mode of NPU_OPS_CONSISTENT excludes."""
     mode = f"with NPU_OPS_CONSISTENT={env.settings.consistent_as_set}"
     if getattr(call, "cp_group", None) is not None:
         raise ValueError(f"cp_group: got a group {mode}, needs None")

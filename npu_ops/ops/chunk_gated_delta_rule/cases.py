@@ -22,7 +22,10 @@ TOLERANCES_BY_INPUT = True
 
 @dataclasses.dataclass(frozen=True)
 class Case(delta.RuleCase):
-    """norms: the function computes l2norm; flags: the function also computes gate and sigmoid."""
+    """A case of the chunked rule.
+
+    norms: the function computes l2norm. flags: the function computes l2norm, gate and sigmoid.
+    """
 
     chunk: int = 64
     norms: bool = False

@@ -1,14 +1,14 @@
 """Context parallelism: several ranks share the sequences; each holds a part of their tokens.
 
-The tokens of a rank change a state by an affine map, `S -> M S + h`, with a K by K matrix M and an
-h of the size of a state. h is the final state of these tokens from the initial state 0. M is their
-final state from the identity, with v = 0. All ranks compute their own M and h at the same time and
-gather those of all ranks. Each rank composes the maps of earlier ranks into its initial state.
-Autograd differentiates these steps.
+The tokens of a rank change a state by an affine map, `S -> M S + h`. M is a K by K matrix, and h
+has the size of a state. h is the final state after these tokens if the initial state is 0. M is
+their final state if the initial state is the identity and v is 0. All ranks compute their own M and
+h at the same time, then gather the maps of all ranks. Each rank composes the maps of earlier ranks
+into its initial state. Autograd differentiates these steps.
 
-If packed sequences are split into contiguous spans, only the sequence in which a span ends reaches
-the next rank, so a rank sends one M and one h. In zigzag each sequence has two chunks on each rank,
-so a rank sends two M and two h per sequence.
+If packed sequences are split into contiguous spans, only the sequence at the end of a span
+continues on the next rank. So a rank sends one M and one h. In zigzag each sequence has two chunks
+on each rank, so a rank sends two M and two h per sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def continued(inputs, group, layout: str):
 def _packed(inputs, group):
     """Return the inputs for one span of packed sequences.
 
-    Only the sequence that began on an earlier rank has a state; all others begin here.
+    Only a sequence that began on an earlier rank has an initial state; the others begin in the
+    span.
     """
     span = spans.contiguous(inputs.cu_seqlens, inputs.v.shape[1], group)
     leaving = span.leaving[None, :, None]
@@ -95,11 +96,11 @@ def _with_state(inputs, state):
 
 
 def _compose(kept, added, passes=None):
-    """Return the states before all parts.
+    """Compose the maps of parts (spans, or zigzag chunks) into the state before each part.
 
-    Every rank computes all of them, so that the collectives in the backward match on all ranks.
+    Every rank computes all states, so that the collectives in the backward match on all ranks.
 
-    passes: for each part, whether the sequence in which it ends began before it; None: all did.
+    passes: for each part, whether the sequence at its end began in an earlier part; None: always.
     """
     states = [torch.zeros_like(added[0])]
     with torch.autocast(added.device.type, enabled=False):

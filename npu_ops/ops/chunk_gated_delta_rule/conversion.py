@@ -23,7 +23,7 @@ def consistent(call):
 
 
 def beta(call, wide):
-    """Return the call's beta in the dtype that the operator computes in."""
+    """Return beta in the dtype `wide`; apply the sigmoid and double it if the call asks for it."""
     given = call.beta.to(wide)
     if call.use_beta_sigmoid_in_kernel:
         given = given.sigmoid() * (2 if call.allow_neg_eigval else 1)

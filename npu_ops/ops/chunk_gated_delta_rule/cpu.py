@@ -3,17 +3,18 @@
 It processes one sequence and one chunk at a time, with all heads at once, so that a chunk's data
 stays in the cache. It computes in fp32, because CPUs without matrix units are slower in bf16.
 
-S is the state before a chunk. D_ij is the decay from token j to token i >= j, `since` the decay
-from the start of the chunk to a token, and `until` the decay from a token to the chunk's end:
+S is the state before a chunk, S' the state after it, N the values that tokens write to the state,
+and O their outputs. D_ij is the decay from token j to token i >= j. `since` is the decay from the
+start of the chunk to a token, and `until` the decay from a token to the chunk's end:
 
     A = (1 + L)^-1, L = beta (K K^T) D below the diagonal        P = (Q K^T) D up to the diagonal
     R = beta (V - since K S)      N = A R      O = since Q S + P N      S' = decay S + K^T (until N)
 
-Sequences of a few tokens go token by token, in one call for all of them.
+Sequences of at most 4 tokens are computed token by token, in one call for all of them.
 
 Tensors by value head are `[G, H, ...]`, with G value heads for each of H key heads. A product of
-keys or queries with such a tensor is one batched product per g. Keys and queries are stacked as
-`[H, 2c, K]`, so that one product serves both.
+keys or queries with such a tensor is one batched product for each index along G. Keys and queries
+are stacked as `[H, 2c, K]`, so that one product serves both.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ def _flat(x):
 
 
 def _each(a, b, out):
-    """Write `a @ b` to `out` for each g; an `a` of three dimensions serves every g."""
+    """Write `a[g] @ b[g]` to `out[g]` for each index g along G; a may lack this dimension."""
     for g in range(out.shape[0]):
         torch.bmm(a if a.dim() == 3 else a[g], b[g], out=out[g])
     return out
 
 
 def _add_each(total, a, b):
-    """Add `a[g] @ b[g]` to `total[g]` for each g. a or total may lack the dimension g."""
+    """Add `a[g] @ b[g]` to `total[g]` for each g along G. a or total may lack this dimension."""
     for g in range(b.shape[0]):
         (total if total.dim() == 3 else total[g]).baddbmm_(a if a.dim() == 3 else a[g], b[g])
 
 
 class _Chunk:
-    """The tokens `span` of sequence b: their decays, solved values and outputs, given the state."""
+    """The tokens `span` of sequence b: decays, N (`solved`) and O (`o`), from the state before."""
 
     def __init__(self, x: Inputs, scratch, b, span, state, *, queries=True):
         self.count = count = span.stop - span.start

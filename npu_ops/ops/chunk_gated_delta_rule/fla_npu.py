@@ -1,8 +1,9 @@
 """The forward of the chunked gated delta rule by six of fla_npu's operators, one after another.
 
-Their limits are from fla_npu's documentation of August 2026; only test doubles of them were ever
-called. In these operators, heads come before tokens, and chunks have 64 tokens. Everything that one
-operator passes to the next is rounded to q's dtype, except gates and final states.
+The operators' limits are from fla_npu's documentation of August 2026; only test doubles of the
+operators were ever called. In these operators, heads come before tokens, and chunks have 64 tokens.
+Everything that one operator passes to the next is rounded to q's dtype, except gates and final
+states.
 """
 
 from __future__ import annotations

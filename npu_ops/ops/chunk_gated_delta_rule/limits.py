@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: what their Triton kernels do not support."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: limits of their Triton kernels."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ _INPUTS = (
 def _triton_keeps_no_states(arguments) -> str | None:
     """Return why Triton cannot return the states before all chunks, or None.
 
-    In place of chunks shorter than 32 tokens its kernels compute longer ones, within which they
-    store no state.
+    On Ascend950, its kernels compute chunks of at least 32 tokens, and store no state within one.
     """
     if arguments.chunk_size < 32:
         return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
@@ -39,7 +38,7 @@ def _outputs_and_states(x):
 
 
 def _states_before_chunks(x):
-    """Allocate the states before chunks; for packed sequences, as many as there can be."""
+    """Allocate the states before chunks; for packed sequences, the maximum number of chunks."""
     tokens = x.q.shape[1]
     count = x.q.shape[0] * -(-tokens // x.chunk_size)
     if x.cu_seqlens is not None:

@@ -1,6 +1,6 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: their reference, the recurrence.
 
-They call the reference of `fused_recurrent_gated_delta_rule`, whatever the chunk_size. In
+For every chunk_size, they call the reference of `fused_recurrent_gated_delta_rule`. In
 `chunk_gated_delta_rule` one decay per token and head applies to the whole state.
 """
 
@@ -23,7 +23,7 @@ def chunk_gated_delta_rule(
     """Return o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or
     fp64.
 
-    normalize: first divide q and k by their norms (`l2norm`), in fp32 too.
+    normalize: first divide q and k by their norms (`l2norm`), in the same dtype.
     """
     tokens = q, k, v, {"g": g}, beta
     return forward(*tokens, initial_state, cu_seqlens, scale, state_v_first, normalize)
@@ -70,7 +70,10 @@ def chunk_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, g, beta and initial_state (even if None), fp32 or fp64."""
+    """Return the gradients of q, k, v, g, beta and initial_state, fp32 or fp64.
+
+    The gradient of initial_state is returned even if initial_state is None.
+    """
     tokens = q, k, v, {"g": g}, beta
     return backward(
         grad_o, grad_final_state, *tokens, initial_state, cu_seqlens, scale, state_v_first,

@@ -7,11 +7,11 @@ its own class `Chunk`:
     chunk.read()                                              returns their output, `[G, H, c, V]`
     chunk.next_state(state, out)                              writes the state after them to `out`
     chunk.backward(x, scratch, grad_o, state, grad_state, *outputs)
-                  writes their gradients, and updates `grad_state` in place, from the gradient of
-                  the state after the chunk to the gradient of the state before it
+                  writes their gradients, and updates `grad_state` in place: on entry it is the
+                  gradient of the state after the chunk, on return that of the state before it
 
-Tensors by value head are `[G, H, ...]`, with G value heads for each of H key heads. Sequences of a
-few tokens go token by token, in one call for all of them.
+Tensors by value head are `[G, H, ...]`, with G value heads for each of H key heads. Sequences of at
+most SHORT tokens are computed token by token, in one call for all of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
 _recurrent = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_cpu.default
 _recurrent_backward = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_backward_cpu.default
 
-# Sequences of at most this many tokens go token by token, which is faster than a chunk. Only a
-# sequence's own length decides, because the other sequences of a call must not change its bits.
+# Sequences of at most this many tokens are computed token by token, which is faster than a chunk.
+# Only a sequence's own length decides: the other sequences of a call must not change its bits.
 SHORT = 4
 _TOKENS = ("q", "k", "v", "g", "beta")
 
@@ -71,7 +71,7 @@ class Inputs:
         return self.v.shape[2] // heads, heads, keys, self.v.shape[3]
 
     def read(self, tokens, out):
-        """Copy rows of q or k `[c, H, K]` to `out` `[H, c, K]` in fp32, normalised if wanted."""
+        """Copy rows of q or k `[c, H, K]` to `out` `[H, c, K]` in fp32; normalize them if set."""
         if self.normalize:
             _l2norm(tokens, EPS, out.transpose(0, 1))
         else:
@@ -105,7 +105,7 @@ class Inputs:
         ]
 
     def clear_nobodys(self, *outputs):
-        """Write zeros to the rows of unowned tokens."""
+        """Write zeros to the rows of tokens after the last packed sequence."""
         for out in outputs if self.cu_seqlens is not None else ():
             out[:, int(self.cu_seqlens[-1]) :].zero_()
 
@@ -254,9 +254,9 @@ def _by_whole_chunks(chunk_type, x: Inputs, initial_state, o, final_state, chunk
 
 @torch.autocast("cpu", enabled=False)
 def backward(chunk_type, x: Inputs, grad_o, grad_final_state, initial_state, *gradients) -> None:
-    """Write the gradients: of q, k, v, g, beta, and the initial state unless it is None.
+    """Write the gradients of q, k, v, g, beta and the initial state; the last may be None.
 
-    For one sequence at a time, it stores the state before each chunk.
+    One sequence at a time, recompute and store the state before each chunk.
     """
     *of_tokens, grad_initial_state = gradients
     scratch, short = Scratch(), Short(x)

@@ -1,7 +1,7 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, where chunk_size is 1.
+"""Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, for chunk_size 1.
 
-It runs the decoding step's kernel. So a token gets the same bits in a whole prompt, in a part of
-one, and in a decoding step.
+`forward` serves chunk_gated_delta_rule and runs the decoding step's kernel. So a token gets the
+same bits in a whole prompt, in a part of a prompt, and in a decoding step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
 
 
 def chunk_size_of_backward(size: int) -> int:
-    """Return the chunk size of the backward, which goes by chunks even if the forward does not."""
+    """Return the chunk size of the backward, which never runs token by token."""
     return CHUNK_SIZES[-1] if size == TOKEN else size
 
 

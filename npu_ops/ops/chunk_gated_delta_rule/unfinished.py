@@ -6,7 +6,7 @@ does the same to its tokens. The next call computes that chunk again, with the n
 
 A carried state is `[HV, V + R, K]`, values first, R = `unfinished_rows(K, V)`. Below the V rows of
 the state are CHUNK rows, the keys of CHUNK tokens. The remaining rows, read as one vector, hold the
-tokens' values, their g, their beta, and the number of tokens, 0 to CHUNK. Unused numbers are 0, so
+tokens' values, their g, their beta, and the number of tokens, 0 to CHUNK. Unused elements are 0, so
 zeros are the state of a new sequence.
 """
 
@@ -73,7 +73,7 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where tokens go in a packed call in which carried tokens precede a sequence's new tokens.
+    """Rows of a packed call in which each sequence's carried tokens precede its new tokens.
 
     starts: `[N + 1]`, the starts of its sequences, then the end of the last.
     old: `[N, CHUNK]`, the rows of the carried tokens.
@@ -124,7 +124,7 @@ def forward(inputs):
         rows = values + unfinished_rows(keys, values)
         carried = x.g.new_zeros((starts.shape[0] - 1, value_heads, rows, keys))
     held = _checked(_Held.of(carried, heads, values, x.k.dtype), starts, count)
-    starts = starts.long().clamp(0, count).cummax(0).values  # invalid starts stay within memory
+    starts = starts.long().clamp(0, count).cummax(0).values  # keeps invalid starts in bounds
     layout = _Layout.of(starts, count, held.count)
     q, k, v, g, beta = (
         layout.together(of, given)
@@ -142,7 +142,7 @@ def forward(inputs):
 def _checked(held: _Held, starts, tokens: int) -> _Held:
     """Return `held` with integer counts, and NaN states where a count or the starts are invalid.
 
-    On a device nothing has checked these values before.
+    The argument checks do not read these values from a device.
     """
     right = (held.count >= 0) & (held.count <= CHUNK) & (held.count == held.count.floor())
     state = held.state.masked_fill(
@@ -152,7 +152,10 @@ def _checked(held: _Held, starts, tokens: int) -> _Held:
 
 
 def _after(held: _Held, layout: _Layout, before, *tokens) -> _Held:
-    """Return the states before the last chunks, and the tokens of these chunks."""
+    """Return the carried states after the call.
+
+    They hold the state before each sequence's last chunk, and the tokens of that chunk.
+    """
     ends, counts = layout.starts[1:], layout.starts.diff()
     chunks = (counts + (CHUNK - 1)) // CHUNK
     last = (chunks.cumsum(0) - 1).clamp(0)

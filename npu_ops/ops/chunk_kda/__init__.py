@@ -44,13 +44,13 @@ def chunk_kda(
     For every value head, with a state S of K keys by V values, token by token:
     `S = diag(exp(g)) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Matrix products
     compute a chunk of tokens at a time; the state is fp32. Only the inputs are saved for the
-    backward, which recomputes the rest. Any decay is safe: no exponent can be positive and large.
+    backward, which recomputes the rest. With g <= 0 no exp overflows: all arguments are <= 0.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
             multiple of H: value head i uses key head `i // (HV // H)`.
         g: `[B, T, HV, K]`, the logarithm of the decay of each key channel, of any float dtype.
-        beta: `[B, T, HV]`, of any float dtype. g and beta are computed in fp32.
+        beta: `[B, T, HV]`, of any float dtype. g and beta are converted to fp32 (fp64 if q is).
         scale: factor of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
@@ -67,9 +67,9 @@ def chunk_kda(
         cu_seqlens_cpu: fla's launch argument; ignored.
         A_log: `[HV]`, only for `use_gate_in_kernel`; with lower_bound it may be None, which is 0.
         dt_bias: `[HV * K]`, only for `use_gate_in_kernel`; None is 0.
-        chunk_size: 16, 32 or 64 tokens. With 1, and always with `NPU_OPS_CONSISTENT=1`, it runs
-            token by token, as `fused_recurrent_gated_delta_rule` with `gk`; the forward has its
-            bits.
+        chunk_size: 16, 32 or 64 tokens. With 1, and always with `NPU_OPS_CONSISTENT=1`, the forward
+            runs token by token, with the kernel and the bits of `fused_recurrent_gated_delta_rule`
+            with `gk`. `NPU_OPS_CONSISTENT` also rounds normalized q and k to their dtype.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable once
@@ -78,7 +78,7 @@ def chunk_kda(
     Raises:
         TypeError: a dtype is not supported; the state is never converted.
         ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
-            (on the CPU; on a device o, states, and the gradients of both are NaN).
+            (on the CPU; on a device, all outputs and gradients are NaN).
 
     Source: fla `chunk_kda`; Kimi Linear, arXiv:2510.26692.
     """

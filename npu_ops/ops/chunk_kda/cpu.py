@@ -1,7 +1,8 @@
 """Kimi Delta Attention on the CPU, by torch's operators in fp32.
 
 The loop over states and chunks is that of the chunked gated delta rule (sequences_cpu.py). S is the
-state before a chunk, G_i `[K]` the sum of the log decays up to token i, and c the last token:
+state before a chunk, S' the state after it, N the values that tokens write to the state, and O
+their outputs. G_i `[K]` is the sum of the log decays up to token i, and c the last token:
 
     L_ij = beta_i sum(k_i k_j exp(G_i - G_j)), j < i      P_ij = sum(q_i k_j exp(G_i - G_j)), j <= i
     A = (1 + L)^-1      R = beta (V - (exp(G) K) S)      N = A R
@@ -10,7 +11,7 @@ state before a chunk, G_i `[K]` the sum of the log decays up to token i, and c t
 exp(G_i - G_j) cannot be split into a factor of row i and a factor of column j that both stay
 finite. So pairs of tokens are computed by levels. At level b a chunk is cut into blocks of 2 b
 tokens. A pair belongs to the level at which j is in the first half of a block and i in its second
-half. With r the first row of that second half, both exp(G_i - G_r) and exp(G_r - G_j) are decays,
+half. Let r be the first row of that second half. Both exp(G_i - G_r) and exp(G_r - G_j) are decays,
 at most 1 if g is not positive.
 """
 
@@ -51,7 +52,7 @@ def _levels(sums):
 
 
 class _Chunk:
-    """The tokens `span` of sequence b: decays, written values and outputs, given the state."""
+    """The tokens `span` of sequence b: decays, N (`written`) and O (`o`), from the state before."""
 
     def __init__(self, x: Inputs, scratch, b, span, state, *, queries=True):
         heads, count = x.q.shape[2], span.stop - span.start
@@ -96,13 +97,13 @@ class _Chunk:
                  grad_q, grad_k, grad_v, grad_g, grad_beta):  # fmt: skip
         """Write the chunk's gradients, and update `grad_state` in place.
 
-        It comes in as the gradient of the state after the chunk, and goes out as the gradient of
-        the state before it.
+        grad_state: on entry, the gradient of the state after the chunk; on return, the gradient of
+        the state before the chunk.
 
-        The gradient of G_i is q_i times the gradient of q_i, plus k_i times its gradient as a row
-        of L and of the recalled values, minus k_i times its gradient as a column. What token i
-        leaves in the state depends only on the gates after i. This share is summed separately,
-        because within the sums it would cancel only up to rounding.
+        The gradient of G_i has three parts: q_i times the gradient of q_i; plus k_i times its
+        gradient as a row of L and of the recalled values; minus k_i times its gradient as a column.
+        The contribution of token i to the state S' depends only on the gates after i. Its gradient
+        is summed separately, because within the sums it would cancel only up to rounding.
         """
         q, k, heads = self.q, self.k, x.q.shape[2]
         grad_o = grouped(grad_o_tokens, heads).float()
@@ -116,7 +117,7 @@ class _Chunk:
         grad_betas = (grad_missed * self.missed).sum(-1) + (grad_solve * self.kk).sum(-1)
         grouped(grad_v, heads).copy_(grad_values)
         grouped(grad_beta[..., None], heads).copy_(grad_betas[..., None])
-        # What q reads from the state, what k recalls from it, and what is written to it.
+        # Gradients of q by its read of S, of k by its recall from S, and of k by the writes to S'.
         of_q = self.since * (grad_o @ state.mT)
         of_k = -self.since * (grad_values @ state.mT)
         of_written = self.until * (self.written @ grad_state.mT)

@@ -1,4 +1,4 @@
-"""The gate of Kimi Delta Attention: the log decay of each key channel, from raw numbers."""
+"""The gate of Kimi Delta Attention: the log decay of each key channel, from raw gates."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def fused_recurrent_gated_delta_rule(
 
     For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
     S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. The state stays in fp32. This function accepts
-    calls written for fla's. Unlike fla's function, it has a gradient.
+    calls written for fla's `fused_recurrent_gated_delta_rule`. Unlike fla's, it has a gradient.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
@@ -62,7 +62,7 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         TypeError: a dtype is not supported; the state is never converted.
         ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
-            (on the CPU; on a device o, states, and the gradients of both are NaN).
+            (on the CPU; on a device, all outputs and gradients are NaN).
 
     Source: fla `fused_recurrent_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -86,7 +86,7 @@ def _inputs(*args, **kwargs):
 
 
 def _converted(call):
-    """Convert a checked call to the operator's inputs: apply norm, gate and sigmoid as asked."""
+    """Convert a checked call to the operator's inputs: apply norm, gate and sigmoid if set."""
     call = lengths.before_conversion(
         call, q=call.use_qk_l2norm_in_kernel, k=call.use_qk_l2norm_in_kernel,
         g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel,

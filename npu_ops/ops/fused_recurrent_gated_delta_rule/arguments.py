@@ -84,7 +84,7 @@ def _check_flags(call, bias_by_key: bool) -> None:
 
 
 def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
-    """Check cu_seqlens; its values only if reading them waits for no device.
+    """Check cu_seqlens; do not check its values if reading them would wait for a device.
 
     shared: other ranks hold tokens of the sequences, so the total number is unknown here.
     """

@@ -173,8 +173,8 @@ CALLS = [
 # Invalid calls, and the error of each.
 _PACKED = {name: lambda x: x[:1] for name in ("q", "k", "v", "g", "beta")}
 _PACKED |= {"cu_seqlens": make.indices([0, 2, 5])}
-# Changes that make a call of any of the delta rules invalid, which chunk_gated_delta_rule and
-# chunk_kda use, too.
+# Changes that make a call of any delta rule invalid; also used by chunk_gated_delta_rule and
+# chunk_kda.
 WRONG_DTYPES = [
     ("k: got float32, needs q's float16", {"q": torch.Tensor.half}),
     ("v: got float16, needs q's float32", {"v": torch.Tensor.half}),
@@ -236,7 +236,7 @@ WRONG = [
     *wrong("fused_recurrent_gated_delta_rule", ValueError, *WRONG_GATES, given=GATED),
 ]  # fmt: skip
 
-# Changes that any of the delta rules must honour.
+# Valid changes of a call of any delta rule.
 CHANGES = (
     {"scale": 0.5}, {"initial_state": None}, {"output_final_state": False},
     {"use_qk_l2norm_in_kernel": False}, {"state_v_first": True},

@@ -73,7 +73,7 @@ def fused_recurrent_gated_delta_rule_backward(
 ):  # fmt: skip
     """Return the gradients of q, k, v, g, gk, gv, beta and initial_state, in fp32 or fp64.
 
-    The gradients of absent tensors are returned, too.
+    Gradients are also returned for absent tensors.
     """
     tokens = _tokens(q, k, v, g, gk, gv, beta, initial_state, scale)
     wide_q, wide_k, wide_v, *_ = tokens

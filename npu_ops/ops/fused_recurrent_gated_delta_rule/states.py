@@ -24,7 +24,7 @@ def several(inputs, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_starts(arguments) -> None:
-    """Check where sequences begin and end, in host memory."""
+    """Check the values of cu_seqlens in host memory."""
     indices.check_starts("cu_seqlens", arguments.cu_seqlens, arguments.q.shape[1])
 
 

@@ -46,10 +46,10 @@ def gated_delta_rule_update(
     Splits qkv, applies l2norm to q and k (`x / sqrt(sum(x^2) + 1e-6)`), computes the gates `g =
     -exp(A_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`, and applies the gated delta rule
     (see `fused_recurrent_gated_delta_rule`). It computes in fp32, whatever the pool's dtype. Each
-    state is read once and written once. Nothing waits for the device, so calls can be captured in a
-    graph.
+    state is read once and written once. A call never waits for the device, so it can be captured in
+    a graph.
 
-    With `NPU_OPS_CONSISTENT=1` a token has the bits that training gives it (docs/invariance.md):
+    With `NPU_OPS_CONSISTENT=1` a token gets the same bits as in training (docs/invariance.md):
     PyTorch computes the gates, as in models, and states must be fp32 with state_v_first.
 
     Where states are read from and written to:
@@ -75,14 +75,14 @@ def gated_delta_rule_update(
         state_v_first: layout of the states. It has no default, because a mistake would go unnoticed
             if K equals V.
         cu_seqlens: int32 or int64 `[N + 1]`: the starts of sequences, then the end of the last.
-            Sequences may be empty; their states stay unchanged. None: each has `tokens / N`.
-            Outputs of tokens after the last sequence are 0.
+            Sequences may be empty; their states stay unchanged. None: each sequence has `tokens /
+            N` tokens. Outputs of tokens after the last sequence are 0.
         num_accepted_tokens: int32 or int64 `[N]`, tokens of the last step that were accepted: 0 to
             T, or 1 to S with slots `[N, S]`.
         intermediate_states: in state's dtype, `[rows, T, HV, ...]`, for up to T tokens per
             sequence.
-        intermediate_state_indices: int32 or int64 `[N]`, the row of it for each sequence, or -1 to
-            store nothing; None: row n for sequence n.
+        intermediate_state_indices: int32 or int64 `[N]`, the row of intermediate_states for each
+            sequence, or -1 to store nothing; None: row n for sequence n.
         disable_state_update: leave the pool unchanged.
         scale: factor of q; None: `K ** -0.5`.
         use_qk_l2norm_in_kernel: False if q and k are already normalized.
@@ -95,9 +95,10 @@ def gated_delta_rule_update(
         TypeError: a dtype is not supported; states are never converted.
         ValueError: a shape or a device is invalid, or a gradient is required. On the CPU also: an
             index or a count is outside its range, or two sequences write to one place. On a device
-            such a sequence is skipped and its outputs are NaN (in `[N, S]`, those of the tokens
-            concerned). With invalid cu_seqlens this holds for all sequences. If two sequences write
-            to one place on a device, which one wins is undefined.
+            such a sequence is skipped and its outputs are NaN. With slots `[N, S]`, an invalid slot
+            for the state after a token makes only that token's output NaN. Invalid cu_seqlens do
+            this to all sequences. If two sequences write to one place on a device, it is undefined
+            which sequence's state remains.
 
     Source: SGLang `fused_sigmoid_gating_delta_rule_update` and vLLM
     `fused_recurrent_gated_delta_rule`.

@@ -88,7 +88,10 @@ def update_by(
 
 
 def recurrent(q, k, v, states, beta, g, count: int, scale: float):
-    """Return o `[tokens, HV, V]` of `count` sequences of equal length; update a state per token."""
+    """Return o `[tokens, HV, V]` of `count` sequences of equal length.
+
+    Overwrite row t of `states` with the state after token t.
+    """
     tokens = q.shape[0]
     lengths = torch.full((count,), tokens // count, dtype=torch.int32, device=q.device)
     return torch.ops.npu.npu_recurrent_gated_delta_rule(

@@ -83,7 +83,10 @@ def check_inputs(inputs) -> None:
 
 
 def check_consistent(inputs, mode: str) -> None:
-    """Raise for inputs that NPU_OPS_CONSISTENT excludes. mode: "tokens" or "chunks"."""
+    """Raise ValueError or TypeError for inputs that NPU_OPS_CONSISTENT excludes.
+
+    mode: "tokens" or "chunks".
+    """
     if mode == "chunks":
         raise ValueError(
             "state: got one without its unfinished chunk with NPU_OPS_CONSISTENT=chunks, needs "
@@ -181,7 +184,7 @@ def _check_kept(inputs) -> None:
 def check_values(inputs) -> None:
     """Check indices and counts in host memory.
 
-    The operator calls this, too, because a compiled call skips the argument checks.
+    The operator also calls this function, because a compiled call skips the argument checks.
     """
     slots, kept = inputs.state_indices, inputs.intermediate_states
     rows, accepted = inputs.intermediate_state_indices, inputs.num_accepted_tokens
@@ -233,7 +236,7 @@ def _check_range(name, x, low, high) -> None:
 
 
 def _check_once(name, places) -> None:
-    """Check that no two sequences use one place; -1 is no place."""
+    """Check that no two sequences use the same place; -1 stands for no place."""
     seen = set()
     for row in places.tolist():
         own = {place for place in (row if isinstance(row, list) else [row]) if place >= 0}

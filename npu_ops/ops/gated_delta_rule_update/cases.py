@@ -119,7 +119,7 @@ class Case:
         return 2 + self.tokens // max(1, self.sequences - 1)
 
     def _cu_seqlens(self, device):
-        """Make ragged starts: the first sequence is empty, the last token belongs to none."""
+        """Make ragged starts: the first sequence is empty, the last token is in no sequence."""
         if not self.ragged:
             return None
         last = max(0, self.tokens - 1)

@@ -1,8 +1,8 @@
 """Gated Delta Net's decoding step by fla_npu's `npu_recurrent_gated_delta_rule`.
 
-It works as in `aclnn.py`, but the operator's lengths begin with an additional number: that of
-tokens in no sequence, 0 here. Its limits are from fla_npu's documentation of August 2026; only a
-test double of the operator was ever called.
+It works as in `aclnn.py`, but the first of the operator's lengths is the number of tokens in no
+sequence, here 0. Its limits are from fla_npu's documentation of August 2026; only a test double of
+the operator was ever called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gated_delta_rule_update(*arguments) -> None:
 
 
 def _recurrent(q, k, v, states, beta, g, count: int, scale: float):
-    """Compute what `aclnn.recurrent` does, but always pass num_accepted_tokens.
+    """Do the same as `aclnn.recurrent`, but always pass num_accepted_tokens.
 
     fla_npu's and torch_npu's documentation disagree on what the operator does without it.
     """

@@ -77,7 +77,7 @@ def _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold):
         wide = compute_dtype(a, b)
         return a.to(wide).exp(), b.to(wide)
     wide = compute_dtype(a, b, A_log, dt_bias)
-    raw = a.to(wide) + dt_bias  # what is computed from it has its dtype
+    raw = a.to(wide) + dt_bias  # rate_of returns the dtype of raw
     root, _, plus = rate_of(A_log, raw, softplus_beta, softplus_threshold)
     return torch.exp(-(root * plus * root)), b.to(wide).sigmoid()
 

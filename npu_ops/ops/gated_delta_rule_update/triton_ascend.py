@@ -6,8 +6,8 @@ A program loads the state of BV value columns of one head, loops over the sequen
 stores the state. It uses only vector instructions, and reads and writes each state once.
 
 Plain decoding has a kernel without that loop, `_decode_kernel`: one token of each sequence, states
-with values first, and raw gates. Calls whose gates are ready always use the loop, so that a
-sequence has the same bits however its tokens are divided over calls.
+with values first, and raw gates. Calls with ready gates (g and beta) always use the loop, so that
+the bits of a sequence do not depend on how its tokens are divided over calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 # State elements per tile. Argument: on-chip bytes that the vendor's compiler reserves for each.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
-# Heads in a tile of `_decode_kernel`. Values per head, e.g. gates, are vectors of this length.
+# Heads in a tile of `_decode_kernel`. Numbers per head, e.g. gates, are vectors of this length.
 DECODE_HEADS = 4
 
 
@@ -40,7 +40,7 @@ DECODE_HEADS = 4
 def _span(cu_seqlens, n, sequences, length, tokens, right, last):
     """Return where sequence n begins, and its number of tokens.
 
-    The sequence after the last one stands for the unowned tokens.
+    n == sequences stands for the tokens after the last sequence.
     """
     if cu_seqlens is None:
         return tl.cast(n * length, tl.int64), length
@@ -59,7 +59,7 @@ def _normalized(x, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _accepted(num_accepted_tokens, n):
-    """Return the number of tokens of its last step that sequence n accepted; 0 if not passed."""
+    """Return how many tokens of its last step sequence n accepted; 0 if the argument is None."""
     if num_accepted_tokens is None:
         return 0
     else:
@@ -69,7 +69,7 @@ def _accepted(num_accepted_tokens, n):
 @triton.jit
 def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_t,
                 COUNTED: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr):  # fmt: skip
-    """Return the slot of sequence n's initial state, and whether it is in the pool."""
+    """Return the slot of sequence n's initial state, and whether it and the counts are valid."""
     column = 0
     valid = accepted >= 0
     if SLOT_PER_TOKEN:
@@ -153,7 +153,7 @@ def _update_kernel(
 
     steps: maximum number of tokens of a sequence, if the state after each token is kept. A state
     that must not be read or written gets 0 keys, because a branch would end the pipelining of
-    loads. If tokens are packed, one additional sequence stands for the unowned tokens.
+    loads. With cu_seqlens, one more sequence stands for the tokens after the last sequence.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None
@@ -216,7 +216,7 @@ def _numbers(at, mask):
 
 @triton.jit
 def _row(at, mask, ALL: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Load rows in fp32; return them with 1 over their norms, or with 1."""
+    """Load rows in fp32; return them, and 1 over their norms (1 without NORMALIZE)."""
     x = tl.load(at).to(tl.float32) if ALL else _numbers(at, mask)
     if NORMALIZE:
         return x, 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
@@ -235,10 +235,11 @@ def _decode_kernel(
     """Compute one token of each sequence and update its state, [slots, HV, V, K].
 
     A tile is [BH heads, BV values, BK keys]. A work item is a part of the values of BH heads, tile
-    by tile. With several heads, values per head are vectors. The compiler would compute a single
-    value on the scalar unit, and the next tile's loads would wait for it. k and q are multiplied
-    with the state before it decays: o = decay S q + (k q) change. new_state is the same tensor as
-    state: with one name for both, the compiler would make each load wait for the store before.
+    by tile. With several heads, numbers per head (gates, norms) are vectors. The compiler would
+    compute a single number on the scalar unit, and the next tile's loads would wait for it. k and q
+    are multiplied with the state before it decays: o = decay S q + (k q) change. new_state is the
+    same tensor as state: with one name for both, the compiler would make each load wait for the
+    previous store.
     """
     # Use no mask if none is needed: a mask takes as much memory as a tile.
     ALL: tl.constexpr = (HV % BH == 0) & (K == BK)
@@ -275,7 +276,7 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            # ascendnpu-ir 1.1 cannot compile tl.where with one condition for a whole tile.
+            # ascendnpu-ir 1.1 cannot compile tl.where of a tile with a scalar condition.
             whose = there[:, None] & (value < V)[None, :]
             out = tl.where(whose, out, tl.where(slot == -1, 0.0, float("nan")))
             tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)

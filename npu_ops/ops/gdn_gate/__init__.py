@@ -27,7 +27,7 @@ def gdn_gate(
 
     It computes in fp32 (float64: in float64) in one pass. No intermediate result overflows if the
     final one does not. The gradients of A_log and dt_bias are summed over all tokens in fp32, in a
-    fixed order. With `NPU_OPS_CONSISTENT=1` PyTorch computes the gates, as in models
+    fixed order. With `NPU_OPS_CONSISTENT` (1 or chunks) PyTorch computes the gates, as in models
     (docs/invariance.md).
 
     Args:
@@ -65,7 +65,7 @@ def gdn_gate(
 def of_models(a, A_log, dt_bias, b, beta_scale, softplus_beta, softplus_threshold):
     """Compute g and beta with the PyTorch operators of transformers and Megatron, in their order.
 
-    The results have the bits of a trainer whose gates are not replaced.
+    The results have the same bits as in a trainer that does not call npu-ops for its gates.
     """
     raw = a.float() if dt_bias is None else a.float() + dt_bias
     g = -A_log.float().exp() * F.softplus(raw, softplus_beta, softplus_threshold)

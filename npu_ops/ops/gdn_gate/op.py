@@ -20,7 +20,10 @@ _LAY_OUT |= dict.fromkeys(("A_log", "dt_bias"), torch.Tensor.contiguous)
 
 
 def _against_ascendc(arguments) -> str | None:
-    """Reject more than 8192 heads: their sums do not fit a vector core's memory (csrc/gdn_gate)."""
+    """Return why the AscendC kernel does not support a call, or None.
+
+    The sums of more than 8192 heads do not fit a vector core's memory (csrc/gdn_gate).
+    """
     return rows_up_to("a", 8192)(arguments) or plain_alone(arguments)
 
 

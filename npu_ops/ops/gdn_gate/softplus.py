@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# From this argument on, softplus equals its argument in fp32, with or without a threshold.
+# For x from 17 on, softplus(x) equals x in fp32, with or without a threshold.
 _STRAIGHT = 17.0
 
 

@@ -150,7 +150,7 @@ def _gdn_gate_backward_kernel(
 
 
 def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold, g, beta):
-    """Write the decay to `g`, and beta unless there is no b. Arguments as in the operator."""
+    """Write the log decay to `g`, and beta unless b is None. Arguments as in the operator."""
     rows, heads = a.shape
     bt, bh = _tile(heads)
     _gdn_gate_kernel[vector_grid(cdiv(rows, bt) * cdiv(heads, bh), a.device)](
@@ -167,8 +167,8 @@ def gdn_gate_backward(
 ):  # fmt: skip
     """Write the gradients.
 
-    Each piece writes its sums over rows to a row of its own. So no atomics are needed, and the
-    result is the same each time.
+    Each piece of rows writes its sums to a separate row. So no atomics are needed, and the result
+    is the same in each run.
     """
     rows, heads = a.shape
     bt, bh = _tile(heads)

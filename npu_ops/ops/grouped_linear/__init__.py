@@ -1,4 +1,4 @@
-"""grouped_linear: multiplies each group of rows by its own matrix, as in a mixture of experts."""
+"""grouped_linear: multiply each group of rows by its own matrix, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
     """Multiply rows `offs[g - 1]` to `offs[g]` of x by `weight[g]^T`: all experts in one call.
 
     With every kernel except the vendor's, a row has the same bits as in `linear`.
-    `NPU_OPS_CONSISTENT` disables the vendor's.
+    `NPU_OPS_CONSISTENT` disables the vendor's kernel in the forward.
 
     Args:
         x: `[T, K]`, float32, bfloat16, float16 or float64; the rows of a group are adjacent.
@@ -24,11 +24,11 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
             decreasing, at most T.
 
     Returns:
-        `[T, N]`, x's dtype. Rows behind the last group are 0. Invalid offs on a device give NaN,
+        `[T, N]`, x's dtype. Rows after the last group are 0. Invalid offs on a device give NaN,
         also in gradients. Differentiable once.
 
     Raises:
-        TypeError: an argument is not a tensor or not of x's dtype, or offs are no integers.
+        TypeError: x or weight is not a tensor or not of x's dtype; offs is not an integer tensor.
         ValueError: a shape or a device is invalid; offs in host memory decrease or exceed T.
         NotImplementedError: the backward itself is differentiated.
 

@@ -1,6 +1,7 @@
 """grouped_linear by torch_npu's `npu_grouped_matmul`, forward and backward.
 
-Its limits are from torch_npu's documentation. It does not write the rows behind the last group.
+Its limits are from torch_npu's documentation. The operator does not write the rows after the last
+group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""grouped_linear as one `linear` for each group, and its gradients, also on GPUs and NPUs."""
+"""grouped_linear as one `linear` for each group. GPUs and NPUs also use its gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def grouped_linear(x, weight, offs, out):
 
 
 def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight):
-    """Write the gradients. Reads the ends of groups from the device, and so waits for it."""
+    """Write the gradients. Reads the ends of groups on the host, so it waits for the device."""
     ends = groups.clamped(offs, x.shape[0])
     for group, rows in enumerate(groups.spans(ends)):
         part = grad[rows]

@@ -16,12 +16,12 @@ def check(arguments) -> None:
 
 
 def clamped(offs: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return offs as int64; invalid ones are changed to ends that keep a kernel inside the rows."""
+    """Return offs as int64; change invalid ends so that a kernel stays within the rows."""
     return offs.long().clamp(0, rows).cummax(0).values
 
 
 def spans(ends: torch.Tensor) -> Iterator[slice]:
-    """Yield the rows of each group, from clamped ends. Waits for a device."""
+    """Yield the rows of each group, from clamped ends. Waits for the device."""
     begin = 0
     for end in ends.tolist():
         yield slice(begin, end)
@@ -29,7 +29,7 @@ def spans(ends: torch.Tensor) -> Iterator[slice]:
 
 
 def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others=()) -> None:
-    """Write 0 to rows behind the last group, and NaN to everything if clamping changed offs.
+    """Write 0 to rows after the last group, and NaN to all results if clamping changed offs.
 
     by_row: results `[T, ...]`. others: results by group.
     """
@@ -45,7 +45,7 @@ def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others
 
 
 def nothing_to_add(arguments) -> None:
-    """Write the results of a call without a product: 0, or NaN where offs are invalid."""
+    """Write the results of a call with an empty x or weight: 0, or NaN if offs are invalid."""
     results = [x for n, x in arguments._asdict().items() if n == "out" or n.startswith("grad_")]
     for x in results:
         x.zero_()

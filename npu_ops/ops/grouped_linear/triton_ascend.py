@@ -1,7 +1,8 @@
 """grouped_linear in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Tiles and sums are those of `linear`, so a row has the same bits. The tiles of all groups are
-numbered in order. Program p of n reads where every group ends, and computes tiles p, p + n, ...
+Tile sizes and the order of sums are those of `linear`, so a row has the same bits. The tiles of all
+groups are numbered in order. Program p of n reads the ends of all groups, and computes tiles p, p +
+n, ...
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _grouped_linear_kernel(
     fault = _fault(offs, groups, rows)
     begin, seen = 0, 0  # rows and tiles of the groups before
     for group in range(groups + 1):
-        end, steps = rows, 0  # rows behind the last group have no products
+        end, steps = rows, 0  # rows after the last group have no products
         if group < groups:
             end = tl.minimum(tl.maximum(tl.load(offs + group).to(tl.int32), begin), rows)
             steps = depth
@@ -61,7 +62,7 @@ def _grouped_linear_kernel(
 def grouped_linear(x, weight, offs, out):
     """Write each group's rows of x times weight^T: x `[T, K]`, weight `[G, N, K]`, offs `[G]`.
 
-    offs: the row after the last one of each group.
+    offs: the end of each group.
     """
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     tiles = (cdiv(rows, ROWS) + groups) * cdiv(columns, COLUMNS)

@@ -25,7 +25,7 @@ class Case(RowCase):
 
 
 CASES = [
-    # Qwen3-Next and Qwen3.5 have 16 key heads of 128, and 32 value heads of 128 behind q and k.
+    # Qwen3-Next and Qwen3.5 have 16 key heads of 128, and 32 value heads of 128 after q and k.
     *(
         Case(f"qwen3-next-tp{tp}-t{tokens}", tokens, 16 // tp, 128, 6144 // tp, large=tokens > 64)
         for tp in (1, 4)

@@ -17,7 +17,7 @@ TOLERANCES = tolerances((1e-13, 1e-12), (2e-6, 4e-5), (5e-4, 1e-2), (4e-3, 8e-2)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """x `[tokens, depth]`: the first columns of a tensor that has `behind` more."""
+    """x `[tokens, depth]`: the first columns of a tensor that has `behind` more columns."""
 
     name: str
     tokens: int

@@ -13,9 +13,9 @@ _WITH_ROWS = (-1, 0, 1, 2, 30)
 
 
 def format_why_not(x: torch.Tensor) -> str | None:
-    """Return the format of a matrix that an NPU does not store in rows, or None.
+    """Return the format of a matrix that an NPU does not store in rows (e.g. FRACTAL_NZ), or None.
 
-    A traced tensor has no known format, so None: the graph asks again when it runs.
+    The format of a traced tensor is unknown, so return None: the graph checks again when it runs.
     """
     if x.device.type != "npu" or is_fake(x):
         return None

@@ -1,7 +1,7 @@
 """Shared by linear and grouped_linear: products in Triton. Reference: reference.py
 
-A program computes tiles of BM rows by BN columns. Each sums over K in steps of BK, from the first
-on. Tiles are the same for one row as for thousands, and so is the order of each sum.
+A program computes tiles of BM rows by BN columns, each a sum over K in ascending steps of BK. Tile
+sizes and the order of each sum do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from npu_ops.ops.linear.cpu import linear_backward
 
 __all__ = ["linear", "linear_backward"]
 
-ROWS, COLUMNS = 128, 128  # of a tile, which in fp32 fills half of the matrix unit's accumulator
-STEP_BYTES = 256  # of a row in one step; two operands fill a quarter of the input buffers
+ROWS, COLUMNS = 128, 128  # tile size; in fp32 it fills half of the matrix unit's accumulator
+STEP_BYTES = 256  # bytes of a row per step; two operands fill a quarter of the input buffers
 
 
 @triton.jit
 def _load(x, row, column, rows, columns, stride):
-    """Load rows of a matrix `[rows, columns]`, with zeros behind its ends."""
+    """Load a tile of a matrix `[rows, columns]`; elements outside of the matrix are 0."""
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
@@ -31,7 +31,7 @@ def product(
     x, weight, row, column, rows, columns, depth, x_stride, weight_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of x times rows of weight, fp32 `[BM, BN]`, summed from the first step on."""
+    """Return rows of x times rows of weight, fp32 `[BM, BN]`, summed in ascending steps of BK."""
     total = tl.zeros((BM, BN), tl.float32)
     for begin in range(0, depth, BK):
         step = begin + tl.arange(0, BK)

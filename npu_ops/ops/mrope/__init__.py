@@ -30,14 +30,15 @@ def apply_multimodal_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by angles of three axes, in one launch.
 
-    It accepts calls written for Hugging Face's Qwen2-VL. `section_layout` says which axis owns a
-    frequency. `pair_layout` says which elements rotate together. The two are independent. If the
-    three axes have equal rows, the result equals `apply_rotary_pos_emb` exactly.
+    This function accepts calls written for Hugging Face's Qwen2-VL. `section_layout` says which
+    axis owns a frequency. `pair_layout` says which elements rotate together. The two settings are
+    independent. If the tables of the three axes are equal, the result equals `apply_rotary_pos_emb`
+    exactly.
 
     Args:
         q, k, unsqueeze_dim, layout, pair_layout, rotary_dim, inverse, inplace: as in
             `apply_rotary_pos_emb`.
-        cos, sin: `[3, B, S, W]`, `[3, 1, S, W]` or, for TND, `[3, T, W]`: rows T, H, W.
+        cos, sin: `[3, B, S, W]`, `[3, 1, S, W]` or, for TND, `[3, T, W]`: tables of T, H and W.
         mrope_section: number of the R / 2 frequencies that T, H and W own, e.g. [24, 20, 20].
             Frequencies beyond R / 2 are ignored, as in vLLM's and sgl-kernel-npu's kernels.
         section_layout: "chunked", T..TH..HW..W (Qwen2-VL, Qwen2.5-VL), or "interleaved", THWTHW..TT

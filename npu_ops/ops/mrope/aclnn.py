@@ -1,7 +1,7 @@
-"""Multimodal rotation by torch_npu's `npu_mrope`: the serving form, from one cache.
+"""Multimodal rotation by torch_npu's `npu_mrope`, for servers: cos and sin come from one cache.
 
 Its limits are from torch_npu's documentation. Positions on a device are not checked. For a position
-outside the cache this operator reads memory outside the cache; our own kernels return NaN.
+outside the cache this operator reads memory outside the cache; npu-ops's own kernels return NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from npu_ops.core import check
 from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 
 _SECTIONS = ([16, 24, 24], [24, 20, 20], [8, 12, 12])
-# Our layouts, and their names in torch_npu.
+# The layouts of npu-ops, and their names in torch_npu.
 _CACHE_MODES = {"chunked": "default", "interleaved": "interleave"}
 _MODES = {"half": "half", "interleaved": "interleave"}
 

@@ -251,7 +251,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Return the case of a text that contains positions of images."""
+    """Return the case of the language model, whose positions have the axes T, H and W."""
     if model.section is None:
         return []
     rope_part = model.heads, model.kv_heads, model.head_dim, model.rotary_dim, model.theta

@@ -56,7 +56,7 @@ def qk_norm_rope(
         mrope_section, section_layout: as in `apply_multimodal_rotary_pos_emb`; None: one axis.
         pair_layout, rotary_dim: as in `apply_rotary_pos_emb`.
         copy_rest: False returns v and the gate as views of qkv, which is free if no gradient is
-            needed. With a gradient, copies are cheaper: qkv's gradient is then one pass too.
+            needed. With a gradient, True is cheaper: one pass then computes qkv's whole gradient.
 
     Returns:
         q `[.., N, D]`, k and v `[.., KV, D]`, and the gate `[.., N, D]` or None, of qkv's dtype,
@@ -135,7 +135,7 @@ def _apart(
     qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
     gated, mrope_section, section_layout, pair_layout, rotary_dim, copy_rest,
 ):  # fmt: skip
-    """Compute the op with the functions of training: the norm is rounded before the rotation."""
+    """Compute the op by `rms_norm` and then rope, as in training: the norm's result is rounded."""
     q, k, v, gate = reference.split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
     tables = reference.by_token(cos, sin, positions, mrope_section, section_layout, pair_layout)
     q, k = (

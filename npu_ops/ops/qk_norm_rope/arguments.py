@@ -1,4 +1,4 @@
-"""Checks the public arguments and converts them to the operator's."""
+"""Check the public arguments and convert them to the operator's."""
 
 from __future__ import annotations
 

@@ -14,19 +14,19 @@ from npu_ops.core.models import MODELS, Model
 from npu_ops.ops.rope.cases import cos_sin, tables
 
 # Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
-# gradient of a weight has few elements, each a sum over tokens and heads, so its ratio is that of
-# the worst rounding.
+# gradient of a weight has few elements, each a sum over tokens and heads, so the worst rounding
+# alone determines its RMS error.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 4e-6), (5e-4, 1e-3), (4e-3, 8e-3))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """qkv is [batch, tokens, ..], or packed [tokens, ..] if batch is None.
+    """A case of `qk_norm_rope`: qkv is [batch, tokens, ..], or packed [tokens, ..] without batch.
 
     section: mrope_section of three axes; None for one axis.
     cached: pass positions and an fp32 cache instead of tables.
     half_table: cos and sin have one column for each pair.
-    behind: number of elements of each token behind those that the function splits.
+    behind: number of elements that follow each token's qkv in the wider tensor it is a slice of.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -103,7 +103,7 @@ def model_case(name: str, model: Model, tokens: int, tp: int = 1, **changes) -> 
     )  # fmt: skip
 
 
-# `npu-ops doctor` reports on the first.
+# `npu-ops doctor` checks the first case of CASES.
 _NAMED = ("qwen3-8b", "qwen3-vl-8b", "qwen3.5-9b", "qwen3-next-80b-a3b")
 
 CASES = [
@@ -246,7 +246,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Return the case of a text, with positions of images if the model has them."""
+    """Return the case of the language model, with positions of three axes if it has sections."""
     if model.head_dim == 128 and model.section_layout == "chunked":
         return []  # Qwen2-VL has no norm of q and k
     return [model_case("text", model, tokens)]

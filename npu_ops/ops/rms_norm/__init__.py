@@ -51,8 +51,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `rms_norm(x + residual)` and the sum, in one pass.
 
-    The sum is rounded to x's dtype before it is normalized, so both results have the bits of an
-    addition followed by `rms_norm`.
+    The sum is rounded to x's dtype before it is normalized, so both results have the same bits as
+    an addition followed by `rms_norm`.
 
     Args:
         x: `[..., D]`, as for `rms_norm`.

@@ -14,7 +14,7 @@ from npu_ops.core.models import Model
 
 # Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype; the sum
 # of add_rms_norm is rounded before. The gradient of weight has few elements, each a sum over rows,
-# so its ratio is that of the worst rounding.
+# so the worst rounding alone determines its RMS error.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (1e-3, 1.2e-3), (8e-3, 1e-2))
 
 

@@ -121,7 +121,7 @@ def _backward_kernel(
             value = load_row(x, o, i, d, mask, x_outer, x_inner)
             g = load_row(grad, o, i, d, mask, g_outer, g_inner)
             r = _reciprocal_rms(tl.sum(value * value, axis=2), eps, D)
-            # Where there is no row, r is infinite if eps is 0.
+            # If eps is 0, the r of an absent row is infinite.
             r = tl.where(_exists(tile, outer, inner, BO, BI), r, 0.0)
             grad_n = g * w
             along = r * r * (tl.sum(grad_n * value, axis=2) / D)[:, :, None]

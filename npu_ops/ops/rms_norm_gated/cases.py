@@ -13,8 +13,8 @@ from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
 # Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
-# gradient of weight has few elements, each a sum over rows, so its ratio is that of the worst
-# rounding.
+# gradient of weight has few elements, each a sum over rows, so the worst rounding alone determines
+# its RMS error.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 
@@ -22,7 +22,7 @@ TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3)
 class Case:
     """x is [tokens, heads, dim].
 
-    behind: number of elements of each token that lie behind z in its projection.
+    behind: number of elements that follow each token's z in its projection.
     weight_dtype: None for the dtype of x and z.
     large: takes seconds; for benchmarks and `make test-all`.
     """

@@ -40,8 +40,8 @@ def apply_rotary_pos_emb(
             position_ids or cu_seqlens also a table `[rows, W]` to take rows from. W is the rotary
             dimension R, or R / 2 with `rotary_dim=R`.
         position_ids: `[B, S]` or `[1, S]` (`[T]` for TND), rows of a `[rows, W]` table. Ignored
-            with `[B, S, W]` tables, which are already gathered, as in Hugging Face. An int here
-            means unsqueeze_dim, which has this place since transformers 5.
+            with `[B, S, W]` tables, which are already gathered, as in Hugging Face. An int here is
+            taken as unsqueeze_dim, the fifth argument of the function in transformers 5.
         unsqueeze_dim: as in Hugging Face: 1 if q is `[B, N, S, D]`, 2 if `[B, S, N, D]`. `layout`
             overrides it.
         layout: "BSND", "SBND", "BNSD" or "TND"; None: by unsqueeze_dim, TND for a 3-D q.

@@ -1,6 +1,6 @@
 """Rotation by torch_npu's operators: `npu_apply_rotary_pos_emb` in place, else `npu_rotary_mul`.
 
-Their limits are from torch_npu's documentation of both, for Ascend910B and Ascend910_93.
+The limits are from torch_npu's documentation of both operators, for Ascend910B and Ascend910_93.
 """
 
 from __future__ import annotations

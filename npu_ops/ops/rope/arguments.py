@@ -66,7 +66,7 @@ def _without(i: int, shape) -> list[int]:
 
 
 def k_or_no_heads(q, k, layout: str):
-    """Return k, or if it is None an empty tensor with no heads, which costs nothing to rotate.
+    """Return k; if k is None, an empty tensor with no heads, which costs nothing to rotate.
 
     The empty tensor has its own memory, because an output must not share memory.
     """
@@ -79,8 +79,8 @@ def k_or_no_heads(q, k, layout: str):
 def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
     """Return how many elements of a head to rotate: `rotary_dim`, or else the width of the table.
 
-    A table half as wide as the head is ambiguous: half of each head is rotated with a full-width
-    table, or all of it with a half-width one. The tensors do not tell, so the caller must.
+    A table half as wide as the head is ambiguous: it may be a full-width table for half of each
+    head, or a half-width table for the whole head. Then the caller must pass rotary_dim.
     """
     if rotary_dim is None:
         if 2 * width == head_dim:

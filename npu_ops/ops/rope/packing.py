@@ -1,4 +1,4 @@
-"""Finds the table row of each packed token.
+"""Find the table row of each packed token.
 
 These are torch operators, so that the checks also run in compiled calls. Lengths are checked on the
 CPU only: on a device the check would wait. There, a token whose row is outside the table becomes
@@ -54,7 +54,7 @@ def _positions(cu_seqlens, tokens, rows):
 
 
 def _of_somebody(starts, tokens: int, row, token):
-    """Return `row` as `[1, ...]`, with NOBODY for unowned tokens, or _NO_ROW if starts are invalid.
+    """Return `row` as `[1, ...]`; NOBODY after the last sequence, _NO_ROW if starts are invalid.
 
     starts: of the whole sequences. tokens: the number of tokens on all ranks.
     token: indices of this rank's tokens on the scale of `starts`.
@@ -90,7 +90,7 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
 
 
 def _by_triton(cu_seqlens, tokens: int) -> bool:
-    """Return whether to compute the rows in one Triton launch, which devices with Triton do."""
+    """Return whether to compute the rows in one Triton launch: on an NPU or GPU with Triton."""
     on_device = cu_seqlens.device.type in ("npu", "cuda")
     return on_device and tokens > 0 and library.triton_why_not() is None
 

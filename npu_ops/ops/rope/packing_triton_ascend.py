@@ -1,4 +1,4 @@
-"""Finds the table rows of packed tokens in one launch, in Triton. Reference: packing.py"""
+"""Find the table rows of packed tokens in one launch, in Triton. Reference: packing.py"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from npu_ops.ops.rope.packing import NOBODY
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim):
     """Rotate q and k; see `rotate`. cos, sin: [Bc, rows, W]; positions: None or [Bp, S] rows.
 
-    A row outside the table gives NaN. NOBODY, the row of an unowned token, gives 0.
+    A row outside the table gives NaN. NOBODY, the row of a token after the last sequence, gives 0.
     """
     if positions is None:
         return tuple(rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
@@ -58,7 +58,7 @@ def split_pairs(x, pair_layout):
 
 
 def join_pairs(x1, x2, pair_layout):
-    """The inverse of `split_pairs`."""
+    """Join the elements of pairs: the inverse of `split_pairs`."""
     if pair_layout == "half":
         return torch.cat((x1, x2), dim=-1)
     return torch.stack((x1, x2), dim=-1).flatten(-2)

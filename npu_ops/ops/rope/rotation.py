@@ -16,7 +16,7 @@ _ASCENDC_WIDEST = 256
 
 
 class Rotation:
-    """An operator that writes `q_out` and `k_out`, like q and k.
+    """A differentiable operator that rotates q and k to `q_out` and `k_out`, of the same shapes.
 
     Its gradient is the same operator with the inverse rotation, because a rotation's inverse is its
     transpose.
@@ -80,8 +80,7 @@ def check_positions(arguments) -> None:
 def _why_not(arguments) -> str | None:
     """Return why the kernels do not support a call, or None.
 
-    Only an in-place call can have a last dimension that is not contiguous: other calls copy q and k
-    before.
+    Only an in-place call can have a non-contiguous last dimension: other calls first copy q and k.
     """
     q, k, cos, sin, *_ = arguments
     if k.dtype != q.dtype:

@@ -16,14 +16,14 @@ from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.rope.packing import NOBODY
 
-# Whether pairs are interleaved -> pairs in a tile, from the bytes that the vendor's compiler
-# reserves on chip per pair (fp32, with a tail to copy). Splitting interleaved pairs takes twice the
-# memory.
+# Whether pairs are interleaved -> pairs in a tile. Argument: on-chip bytes that the vendor's
+# compiler reserves per pair (fp32, with a tail to copy). Splitting interleaved pairs takes twice
+# the memory.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Maximum number of pairs of a full-width interleaved table in a tile. On chip each pair takes 32
 # bytes in each of four tables, double-buffered.
 TABLE_PAIRS = 128
-# Narrower rows are not worth a vector instruction, and the compiler rejects some.
+# Minimum of P. Narrower rows are not worth a vector instruction, and the compiler rejects some.
 NARROWEST = 16
 
 
@@ -53,7 +53,10 @@ def load_row(row, exists, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
-    """Return the factors of (x1, x2, x2, x1) in out1 and out2, shaped [BT, 1, P]."""
+    """Return cos1, cos2, across1 and across2, [BT, 1, P] each.
+
+    out1 is x1 cos1 + x2 across1, and out2 is x2 cos2 + x1 across2.
+    """
     if INVERSE:
         across1, across2 = sin2, 0.0 - sin1
     else:
@@ -75,7 +78,7 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
                  cos2, across1, across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
                  INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
                  owned=None):  # fmt: skip
-    """Rotate every head of a tile of tokens, and copy the elements behind the rotated part.
+    """Rotate every head of a tile of tokens, and copy the elements after the rotated part.
 
     x_row, out_row: int64 [BT, 1, 1], offset of each token in elements.
     inside: mask of the tokens that exist.
@@ -171,7 +174,8 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    if positions is not None and layout == "TND":  # also clears the tail of unowned tokens
+    # Even in place, write the elements after the rotated part: those of unowned tokens become 0.
+    if positions is not None and layout == "TND":
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](
@@ -209,8 +213,8 @@ def tile_constants(
     interleaved = pair_layout == "interleaved"
     padded = max(NARROWEST, next_power_of_2(pairs))
     if interleaved and padded == 32 and socs.is_ascend950(hardware.soc(q.device)):
-        padded = 64  # with 32 pairs in a row, that compiler stops at an assertion of its own
-    fits = max(1, TILE[interleaved] // padded)  # heads of tokens in a tile
+        padded = 64  # with 32 pairs in a row, an assertion in that compiler fails
+    fits = max(1, TILE[interleaved] // padded)  # rows in a tile: tokens times heads
     q_heads = min(fits, next_power_of_2(heads(q, layout)))
     tokens = 1 if one_token else fits // q_heads
     if interleaved and full:

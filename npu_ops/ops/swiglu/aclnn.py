@@ -12,7 +12,7 @@ def why_not(arguments) -> str | None:
     """Return None, or a sentence on why the operator does not support the arguments."""
     if arguments.up is not None:
         return "gate and up are two tensors, the vendor's operator takes one"
-    if env.settings.consistent:  # npu_ops/consistent/norms.py replaces the operator
+    if env.settings.consistent:  # then npu_ops/consistent/norms.py replaces npu_swiglu
         return "NPU_OPS_CONSISTENT gives torch_npu's operator another rounding"
     missing = map(torch_npu_why_not, ("npu_swiglu", "npu_swiglu_backward"))
     return dtype_why_not(*arguments) or next(filter(None, missing), None)

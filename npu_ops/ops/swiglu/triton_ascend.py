@@ -18,7 +18,7 @@ from npu_ops.ops.swiglu.reference import halves
 # Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(48)
-WIDEST = 1024  # maximum number of columns: with few rows, fewer programs start faster
+WIDEST = 1024  # maximum number of columns; wide, because fewer programs start faster for few rows
 NARROWEST = 64  # minimum number of columns: 128 contiguous bytes of bf16
 
 
@@ -75,7 +75,7 @@ def _swiglu_backward_kernel(
 
 
 def swiglu(gate, up, out) -> None:
-    """Compute `out`. The tensors are the operator's arguments, as matrices."""
+    """Write `out`. The tensors are the operator's arguments, as matrices."""
     _launch(_swiglu_kernel, (*halves(gate, up), out), TILE)
 
 
@@ -99,7 +99,7 @@ def _launch(kernel, tensors, tile: int) -> None:
 def _columns(width: int) -> int:
     """Return the columns of a tile: a divisor of the width, or a power of two if it is too narrow.
 
-    A tile with columns that do not exist takes three times as long.
+    A tile that reaches beyond the width takes three times as long.
     """
     whole = math.gcd(width, WIDEST)
     return whole if whole >= NARROWEST else min(WIDEST, max(NARROWEST, next_power_of_2(width)))

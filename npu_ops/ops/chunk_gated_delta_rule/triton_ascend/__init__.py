@@ -38,7 +38,7 @@ WIDEST_MOVE = 128
 # Bytes on each vector core for the rows of states that gradients_kernel multiplies at a time; half
 # of it if a token's row of values has more than 256 bytes.
 PRODUCT_BYTES = 16 * 1024
-# Rows of two states that are multiplied at a time.
+# Rows of a state, and of its gradient, that inner_products_kernel multiplies at a time.
 ROWS = 32
 
 
@@ -47,7 +47,10 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state, chunk_states=None,
 ):  # fmt: skip
-    """Write o, and each of the states that is not None. Arguments as in the operator."""
+    """Write o, and final_state and chunk_states unless they are None.
+
+    Arguments as in the operator.
+    """
     if chunk_size == TOKEN:
         step = gated_delta_rule_update
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
@@ -117,7 +120,7 @@ def chunk_gated_delta_rule_backward(
             written, None, None, 1.0, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
-    # Zeros, because a walk with wider blocks writes fewer of them.
+    # Zeros, because the launch with wider blocks of columns writes fewer blocks.
     new = gates[0].new_empty if len(walks) == 1 else gates[0].new_zeros
     of_values = new((blocks, *gates[0].shape))
     for walk in walks:
@@ -226,9 +229,9 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
 def _segments(q, v, sequences: int, size: int) -> int:
     """Return the number of segments of each sequence; 1 if cutting does not pay off.
 
-    It is the number that keeps all cores busy at once. On a GPU, whose programs share a
-    multiprocessor, the effect was never measured, so sequences are not cut. Nor are they with
-    NPU_OPS_CONSISTENT, because the number depends on the other sequences.
+    The number keeps all cores busy at once. On a GPU, whose programs share a multiprocessor, the
+    effect was never measured, so sequences are not cut. With NPU_OPS_CONSISTENT, sequences are not
+    cut either, because the number depends on the other sequences.
     """
     if env.settings.consistent or v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
         return 1
@@ -241,5 +244,5 @@ def _segments(q, v, sequences: int, size: int) -> int:
 
 
 def _whole(q, v, state_v_first: bool, size: int) -> dict:
-    """Return the constants of the walks over segments, with as many columns as fit."""
+    """Return the constants of the kernels in segments.py, with as many columns as fit on chip."""
     return plan.constants_of(q, v, state_v_first, size) | {"BV": plan.most_columns(q, v)}

@@ -3,8 +3,9 @@
 The first recomputes the states, the second computes their gradients from last to first, and the
 third computes the gradients of all chunks at once.
 
-With R = beta (v - gamma k S) and A the inverse, tokens write A R to the state. So the gradient of
-the matrix that was inverted is -(A^T grad_written) written^T: no step differentiates the inversion.
+Tokens write A R to the state. A (`solved`) is the inverse of the chunk's triangular matrix, and R =
+beta (v - gamma k S), with gamma the decay since the chunk's start. So the gradient of the
+triangular matrix is -(A^T grad_written) written^T: no step differentiates the inversion.
 
 In products, rows of q and k are used as the caller passed them. The other factor is multiplied by
 over_q and over_k, 1 over the norms of q and k.
@@ -52,7 +53,7 @@ def states_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write the state before each chunk and what each token adds to it.
+    """Write the state before each chunk, and the value that each token writes to it.
 
     states: [chunks, HV, K, V]. written: like v. kept, decays: as in `forward_kernel`.
     """
@@ -99,9 +100,9 @@ def state_gradients_kernel(
     """Compute the gradients of the states, from the last chunk of a sequence to the first.
 
     grad_states: gradient of the state after each chunk, [chunks, HV, K, V].
-    grad_wanted: gradient of the factor that A is multiplied with, like v. grad_v: like v.
-    grad_betas: the share of v in the gradient of betas, [blocks of values, chunks, HV, C]. There
-    are `number` chunks.
+    grad_wanted: gradient of R (see the module's docstring), like v. grad_v: like v.
+    grad_betas: the part of betas' gradient that comes through v, [blocks of values, chunks, HV, C].
+    number: number of chunks.
 
     Gates multiply rows of A, grad_o and grad_wanted. Rows of q and k are as the caller passed them.
     kept, decays: as in `forward_kernel`; q and k then include the gates.
@@ -226,8 +227,8 @@ def gradients_kernel(
 ):  # fmt: skip
     """Write all gradients of one chunk and BK keys of one head, summed over its value heads.
 
-    Each block of keys contributes to the gradients of gates and betas. It writes a part of its own:
-    grad_g_sums, kept_sums and grad_betas are [blocks of keys, chunks, HV, C].
+    Each block of keys contributes to the gradients of gates and betas, and writes its contribution
+    separately: grad_g_sums, kept_sums and grad_betas are [blocks of keys, chunks, HV, C].
 
     No sum crosses rows, because the two vector cores divide a tile by rows. The sum of a column of
     scores is computed as k times its share of the gradient of k.

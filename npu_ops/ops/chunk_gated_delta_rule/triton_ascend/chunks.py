@@ -107,8 +107,9 @@ def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number,
     Each program reads all lengths, and finds the sequence of each of its chunks by comparisons.
 
     cu_seqlens was not checked. It is clamped to the tokens and made non-decreasing, so that every
-    access is in bounds; `finish` overwrites the results of invalid lengths. Vector cores compare
-    and divide only floats. fp32 is exact here: `triton_why_not` rejects 2^22 and more tokens.
+    access is in bounds; `finish` overwrites the results of invalid lengths with NaN. Vector cores
+    compare and divide only floats. fp32 is exact here: `triton_why_not` rejects 2^22 and more
+    tokens.
     """
     row, of_tile = tl.arange(0, BLOCK), tl.arange(0, S)
     is_before = of_tile[None, :] <= of_tile[:, None]
@@ -169,8 +170,11 @@ def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, g
                     HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """Compute the gradients by token from the gradients by chunk: the reverse of `_gather_kernel`.
 
-    A gate acts on its own token and later ones (grad_g_sums), on what earlier tokens of the chunk
-    leave in the state (kept_sums), and on the state before the chunk (totals).
+    A gate acts on:
+
+    - its own token and later tokens of the chunk (grad_g_sums),
+    - what earlier tokens of the chunk leave in the state (kept_sums),
+    - the state before the chunk (totals).
     """
     row, head = tl.arange(0, C), tl.arange(0, BH)
     for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
@@ -202,14 +206,14 @@ def gather(g, beta, chunks: Chunks, size: int):
 
 
 def summed(parts):
-    """Return the sum of parts `[blocks, ...]`, one from each block."""
+    """Return the sum of `parts` over their first dimension, one part from each block."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
 def scatter(grad_g_sums, kept_sums, totals, grad_betas, chunks: Chunks, grad_g, grad_beta) -> None:
     """Write the gradients of g and beta, fp32 [tokens, HV], from the gradients by chunk.
 
-    grad_g: None if g was None; the first three arguments are None then, too.
+    grad_g: None if g was None; then the first three arguments are also None.
     """
     tensors = grad_g_sums, kept_sums, totals, grad_betas, chunks.spans, grad_g, grad_beta
     _launch(_scatter_kernel, tensors, chunks, *grad_betas.shape[1:])

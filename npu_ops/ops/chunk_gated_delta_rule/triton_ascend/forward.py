@@ -20,9 +20,9 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
 @triton.jit
 def state_place(value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                 V_FIRST: tl.constexpr):  # fmt: skip
-    """Return the offsets of columns `value` in a stored state, and which of them exist.
+    """Return the offsets of columns `value` in a stored state, and the mask of existing elements.
 
-    [BK, BV], with V_FIRST [BV, BK].
+    Both are [BK, BV], or [BV, BK] with V_FIRST.
     """
     key = tl.arange(0, BK)
     if V_FIRST:
@@ -36,7 +36,7 @@ def load_columns(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.
                  BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """Load columns of a state, [BK, BV], 0 beyond it."""
     at, exists = state_place(value, K, V, BK, V_FIRST)
-    if BK == K and V % BV == 0:  # no mask if none is needed: it takes as much memory as a tile
+    if BK == K and V % BV == 0:  # avoid an unneeded mask: a mask takes as much memory as a tile
         state = tl.load(states + place * (K * V) + at)
     else:
         state = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
@@ -74,8 +74,9 @@ def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, B
 def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
     """Return product + x y, or product + x^T y if TURNED. One of x and y may be fp32.
 
-    If only one is fp32, it is split into two factors of the other's dtype: the rounded one and the
-    rest. So its rounding error is not lost. With TURNED, y must not be the only fp32 factor.
+    If only one is fp32, it is split into a sum of two matrices of the other's dtype: the rounded
+    matrix and the rest. So its rounding error is not lost. With TURNED, y must not be the only fp32
+    matrix.
     """
     if x.dtype == y.dtype:
         return tl.dot(tl.trans(x) if TURNED else x, y, product, input_precision="ieee")
@@ -110,7 +111,7 @@ def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def columns_of(item, starts, firsts, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Decode the index of a work item: BV columns of one head's state, through one sequence.
+    """Decode the index of a work item: BV columns of one head's state in one sequence.
 
     Returns:
         The sequence, the head, the first column, the vector of BV columns, the sequence's first
@@ -128,9 +129,9 @@ def written_and_added(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute what each token of a chunk writes to the state, and what all of them add to it.
+    """Return the values that a chunk's tokens write, and the sum of what they add to the state.
 
-    What a token writes decays until the chunk's end, before it is added.
+    A token adds its key times its value, decayed from the token to the chunk's end.
 
     Args:
         operand: the state before the chunk, in the dtype of matrix products.
@@ -173,7 +174,7 @@ def forward_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Take BV columns of one head's state through a sequence, and write the outputs of its tokens.
+    """Update BV columns of one head's state chunk by chunk, and write the outputs of the tokens.
 
     The state is fp32. Operands of matrix products have the dtype of `solved`, whose columns are
     already multiplied by betas. q, k and v are as the caller passed them: over_q and over_k, 1 over
@@ -181,7 +182,8 @@ def forward_kernel(
     gets the state before every KEEP tokens; its rows of sequence n begin at states_firsts[n].
 
     kept, decays: None, unless each key has its own decay. Then q, k and kept are the outputs asked,
-    recalled and kept of chunk_kda's `pairs_kernel`, and decays is [chunks, HV, K].
+    recalled and kept of chunk_kda's `pairs_kernel`. decays, [chunks, HV, K], has the decay of each
+    key over a chunk.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -209,7 +211,7 @@ def forward_kernel(
                     operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K,
                     V, BK, BV, C,
                 )  # fmt: skip
-                # What the next chunk does not wait for comes last.
+                # The next chunk does not wait for the outputs, so they are computed last.
                 asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
                 decay = tl.exp(last)
             else:

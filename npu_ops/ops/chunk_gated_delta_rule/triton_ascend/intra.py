@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def load_rows(x, first, rows, heads, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
               column=0):  # fmt: skip
-    """Load a chunk's rows of one head of [tokens, heads, D]: [C, BD] from `column`, 0 beyond."""
+    """Load [C, BD] of one head of x [tokens, heads, D], from `column` on; 0 after the rows or D."""
     row, d = tl.arange(0, C), column + tl.arange(0, BD)
     at = ((first + row).to(tl.int64) * heads + head)[:, None] * D + d[None, :]
     return tl.load(x + at, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)

@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: tile sizes, and which program has which state."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: tile sizes, and how programs divide states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEWEST_COLUMNS = 32
 # Average number of chunks per sequence from which a second launch pays off.
 LONG = 8
 # Number of vector cores that share a tile -> shortest side of a matrix product's factor. On
-# Ascend950, with one core, the compiler hits an assertion of its own if a side is 16.
+# Ascend950, with one core per tile, a side of 16 fails an assertion in the compiler.
 NARROWEST = {1: 32, 2: 16}
 ROOM = Room("chunk_gated_delta_rule")
 
@@ -27,8 +27,9 @@ ROOM = Room("chunk_gated_delta_rule")
 def chunk_size_of(q, v, size: int) -> int:
     """Return the number of tokens in a chunk.
 
-    fp32 rows of more than 128 elements leave room for 32 tokens. So do such bf16 rows with an older
-    compiler, which needs more memory. The chunk size changes results only by rounding.
+    Rows of more than 128 elements leave room for only 32 tokens if products are fp32. The same
+    holds for bf16 with an older compiler, which needs more memory. The chunk size changes results
+    only by rounding.
     """
     wide = (q.dtype != torch.bfloat16 or ROOM.halvings) and max(q.shape[3], v.shape[3]) > 128
     return max(narrowest(q.device), min(size, 32) if wide else size)
@@ -49,10 +50,10 @@ class Walk:
 
 
 def walks_of(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
-    """Plan the launches that take the states of all heads through their sequences.
+    """Plan the launches that update the states of all heads over their sequences.
 
-    If heads would leave cores idle, their states are split into blocks of columns. That happens if
-    there are few heads, and for the heads that remain for a last round of all cores.
+    If heads would leave cores idle, their states are split into blocks of columns. This happens if
+    there are few heads, and for the last heads if they do not fill all cores.
     """
     constants = constants_of(q, v, state_v_first, size)
 
@@ -86,7 +87,7 @@ def most_columns(q, v) -> int:
 
 
 def columns_of(v, heads: int, most: int) -> int:
-    """Return a program's columns of a state: few enough to use all cores, at most `most`."""
+    """Return the state columns per program: few enough to use all cores, at most `most`."""
     cores = hardware.num_cube_cores(v.device)
     while most > FEWEST_COLUMNS and heads * cdiv(v.shape[3], most // 2) <= cores:
         most //= 2
@@ -94,7 +95,7 @@ def columns_of(v, heads: int, most: int) -> int:
 
 
 def width_of(elements: int, device) -> int:
-    """Return the width of a tile whose rows hold so many elements: a power of 2."""
+    """Return the width of a tile for rows of `elements` elements: a power of 2."""
     return max(narrowest(device), next_power_of_2(elements))
 
 

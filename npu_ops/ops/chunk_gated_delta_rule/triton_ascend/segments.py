@@ -1,10 +1,10 @@
-"""Cuts a few long sequences into segments that run in parallel.
+"""Cut a few long sequences into segments that run in parallel.
 
 A segment changes a state by an affine map, `S -> M S + h`, as in context_parallel.py. `ends_kernel`
 computes each segment's h, its final state from 0, and M, its final state from the identity with
 v = 0. `join_kernel` composes the maps into the initial states of all segments. With these,
-forward.py processes all segments at once. In a sequence each chunk waits for the one before, so
-shorter segments pay off even though they are computed twice.
+forward.py processes all segments at once. In a sequence each chunk waits for the previous chunk.
+Segments shorten this chain, which pays off even though each segment is computed twice.
 
 Gradients of states go the opposite way: `gradient_ends_kernel` computes M^T and the gradient from a
 segment's own outputs, and the maps are joined from the last segment on.
@@ -46,7 +46,7 @@ def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.c
     key = tl.arange(0, BK)
     state = tl.where(key[:, None] == (value - own)[None, :], 1.0, 0.0)
     if states is not None:
-        # For other segments, shift the columns beyond the state: the mask then loads nothing.
+        # For other segments, shift the columns beyond the state, so that all are masked out.
         none_but_first = tl.where(is_first, 0, V)
         at, exists = state_place(value + none_but_first, K, V, BK, V_FIRST)
         given = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)

@@ -1,8 +1,8 @@
 """Kimi Delta Attention in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Forward: a kernel of its own applies the decays of each key, chunk by chunk (intra.py). The kernels
-of `chunk_gated_delta_rule` invert a chunk's triangular matrix and loop over the chunks of a
-sequence. In the backward, they also do the loops; backward.py has the other kernels.
+Forward: `pairs_kernel` applies the decays of each key, chunk by chunk (intra.py). The kernels of
+`chunk_gated_delta_rule` invert a chunk's triangular matrix and loop over the chunks of a sequence.
+In the backward, they also run these loops; backward.py has the other kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npu_ops.ops.l2norm import triton_ascend as norm
 # Number of keys whose decays a kernel processes at a time. With ascendnpu-ir 1.1, only 32 fit in
 # the backward (`Room` halves KEYS_BACKWARD then).
 KEYS, KEYS_BACKWARD = 128, 64
-# Rows of two states that are multiplied at a time.
+# Rows of a state, and of its gradient, that inner_products_kernel multiplies at a time.
 ROWS = 32
 ROOM = Room("chunk_kda")
 
@@ -38,7 +38,7 @@ def chunk_kda(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state,
 ):  # fmt: skip
-    """Write o, and final_state unless it is None; the arguments are the operator's."""
+    """Write o, and final_state unless it is None. Arguments as in the operator."""
     if chunk_size == TOKEN:
         if normalize:
             q, k = _normalized(q), _normalized(k)
@@ -112,7 +112,7 @@ def chunk_kda_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients; grad_initial_state may be None. The arguments are the operator's."""
+    """Write the gradients; grad_initial_state may be None. Arguments as in the operator."""
     size = plan.chunk_size_of(q, v, token_by_token.chunk_size_of_backward(chunk_size))
     spans = chunks.chunks_of(q, cu_seqlens, size)
     tiles, solved, scores, kk, betas, *norms = _within_chunks(
@@ -129,7 +129,7 @@ def chunk_kda_backward(
             states, written, *by_key, 1.0, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
-    # Zeros, because a walk with wider blocks writes fewer of them.
+    # Zeros, because the launch with wider blocks of columns writes fewer blocks.
     new = betas.new_empty if len(walks) == 1 else betas.new_zeros
     of_values = new((blocks, *betas.shape))
     for walk in walks:
@@ -156,7 +156,7 @@ def _gradients(
 ):  # fmt: skip
     """Write grad_q, grad_k and grad_g; return the part of betas' gradient that comes from keys.
 
-    The part is fp32 `[chunks, HV, C]`.
+    That part is fp32 `[chunks, HV, C]`.
     """
     number, heads, keys, values = states.shape
     of_heads = {"HV": heads, "K": keys, "V": values, "BV": plan.width_of(values, q.device)}

@@ -2,11 +2,14 @@
 
 The kernels of `chunk_gated_delta_rule` compute the states and their gradients, chunk after chunk.
 
-With G the sums of the log decays, the gradient of G_i is q_i times the gradient of q_i, plus k_i
-times its gradient as a row of what is solved or recalled, minus k_i times its gradient as a column.
+G are the cumulative sums of the log decays. The gradient of G_i has three parts: q_i times the
+gradient of q_i; plus k_i times its gradient as a row; minus k_i times its gradient as a column. k_i
+is a row where token i recalls from the state or from earlier tokens, and a column where later
+tokens use it.
+
 A pair of tokens adds a number to one row and subtracts it from another. In the gradient of g the
-two cancel, exactly only if both are products of the same rounded factors. So the kernel rounds
-factors first.
+two numbers cancel, exactly only if both are products of the same rounded factors. So the kernel
+rounds factors first.
 """
 
 from __future__ import annotations
@@ -53,9 +56,9 @@ def gradients_kernel(
 ):  # fmt: skip
     """Write all gradients of one chunk and BK keys of one head, summed over its value heads.
 
-    grad_betas: the share of each block of keys, [blocks of keys, chunks, HV, C]. grad_g: fp32, like
-    g. With norms, if BK does not cover all keys, grad_q and grad_k get the gradients of q / norm
-    and k / norm.
+    grad_betas: the contribution of each block of keys, [blocks of keys, chunks, HV, C]. grad_g:
+    fp32, like g. With norms, if BK does not cover all keys, grad_q and grad_k get the gradients of
+    q / norm and k / norm.
     """
     row = tl.arange(0, C)
     wide = states.dtype.element_ty
@@ -83,7 +86,7 @@ def gradients_kernel(
             b_written = load_rows(written, first, rows, HV, value_head, V, BV, C)
             b_grad_wanted = load_rows(grad_wanted, first, rows, HV, value_head, V, BV, C)
 
-            # What is asked of the state before the chunk, and recalled from it.
+            # Gradients of q by its read of the state before the chunk, and of k by its recall.
             state = load_keys(states, place, key, K, V, BK, BV)
             since = tl.exp(tl.dot(up_to, b_g, input_precision="ieee"))
             asked = tl.dot(b_grad_o, tl.trans(state), input_precision="ieee") * since
@@ -91,7 +94,7 @@ def gradients_kernel(
             b_grad_beta = 0.0 - tl.sum(recalled * b_k, 1)
             recalled = recalled * (0.0 - b_beta)[:, None]
             sums = b_q * asked + b_k * recalled
-            # What this chunk has written to the state after the chunk.
+            # Gradient of k by the chunk's writes to the state.
             grad_state = load_keys(grad_states, place, key, K, V, BK, BV)
             until = tl.exp(tl.dot(1.0 - up_to, b_g, input_precision="ieee"))
             kept = tl.dot(b_written, tl.trans(grad_state), input_precision="ieee") * until

@@ -1,9 +1,9 @@
-"""Computes how tokens of one chunk act on each other, with a decay for each key.
+"""Compute how tokens of one chunk act on each other, with a decay for each key.
 
-This part does not depend on the states. With G the sums of the log decays, exp(G_i - G_j) is the
-product of two decays, split at a row r between the tokens, j < r <= i. Pairs are computed by
-levels, as in cpu.py. The exponents of a level are sums of g over some tokens. They are computed as
-a matrix of zeros and ones times g, because differences of sums would lose precision.
+This part does not depend on the states. G are the cumulative sums of the log decays. exp(G_i - G_j)
+is the product of two decays, split at a row r with j < r <= i. Pairs are computed by levels, as in
+cpu.py. The exponents of a level are sums of g over some tokens. They are computed as a matrix of
+zeros and ones times g, because differences of sums would lose precision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     store_tile,
 )
 
-# Lower bound of g, whose decay is 0. With -inf, products with the zeros of a matrix would be NaN.
+# Lower bound of g; its decay is 0. With -inf, products with the zeros of a matrix would be NaN.
 LOWEST = tl.constexpr(-1e4)
 
 

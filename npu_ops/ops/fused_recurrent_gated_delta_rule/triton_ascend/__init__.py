@@ -30,8 +30,8 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 # State elements in a tile, from the bytes that the vendor's compiler reserves on chip per element.
 TILE = tile_elements(40)
 TILE_BACKWARD = tile_elements(80)
-# Tokens between two stored states (checkpoints). For each token, the backward computes its state
-# again from the checkpoint before, so that no launch reads a state that it has written itself.
+# Tokens between two stored states (checkpoints). For each token, the backward recomputes the state
+# from the last checkpoint before the token. So no launch reads a state that the same launch wrote.
 SEGMENT = 16
 
 
@@ -39,7 +39,7 @@ SEGMENT = 16
 def span_of(cu_seqlens, n, length):
     """Return where sequence n begins and ends in the tokens, int32.
 
-    Packed tokens belong to one batch element. An end is within `length`, whatever cu_seqlens holds.
+    With cu_seqlens there is one batch element. Invalid cu_seqlens are clamped to 0 to `length`.
     """
     if cu_seqlens is None:
         return n * length, (n + 1) * length
@@ -180,8 +180,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """Loop over the tokens backwards, and write their gradients.
 
-    Every block of values has a share in the gradients of q, k, g and gk, and of beta if beta is
-    one number per head. The blocks write their shares separately, and the caller sums them.
+    Every block of values contributes to the gradients of q, k, g and gk; also to that of beta if
+    beta is one number per head. The blocks write their parts separately, and the caller sums them.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
