@@ -88,7 +88,7 @@ def test_a_final_state_has_the_dtype_of_the_initial_one():
 
 
 def test_slots_in_order_of_a_batch_in_any_memory():
-    """A batch without indices, with the pool's channels dense in memory, as decoding wants it."""
+    """Without indices, sequence n uses slot n. The pool's channels are contiguous in memory."""
     x, weight = drawn(3, 9, CHANNELS), drawn(CHANNELS, WIDTH)
     pool = drawn(4, 3, CHANNELS).transpose(1, 2)
     state = torch.nn.functional.pad(pool[:3], (1, 0))
