@@ -80,7 +80,7 @@ def test_a_pool_without_slots_narrows_nothing():
 
 
 def test_a_final_state_has_the_dtype_of_the_initial_one():
-    """The operator also takes states in a wider dtype than x, which happens on devices."""
+    """On NPUs, a pool in a wider dtype than x gives the operator states in that dtype."""
     x, weight, state = drawn(1, 2, CHANNELS).bfloat16(), drawn(CHANNELS, 4), drawn(1, CHANNELS, 4)
     with forced("reference", "causal_conv1d"):
         _, final = torch.ops.npu_ops.causal_conv1d(x, weight, None, None, state, None, True, True)

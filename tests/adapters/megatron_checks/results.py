@@ -294,7 +294,7 @@ def gated_delta_net_results() -> dict:
 
 
 def gated_delta_net_layer(**config):
-    """Return a layer with weights like trained ones and slow decays; all gradients count."""
+    """Return a layer with weights like trained ones and slow decays: every gradient matters."""
     import megatron_cpu
     import torch
 

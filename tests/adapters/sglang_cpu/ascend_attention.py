@@ -209,7 +209,7 @@ def what_a_draft_model_reads_again():
 
 @check
 def a_captured_step_reads_its_lengths_from_the_device():
-    """SGLang updates a captured call's lengths by argument name; npu_ops.attention has others."""
+    """torch_npu updates lengths in captured calls by argument name, but only of its operators."""
     for rule in RULES[1:]:
         Case((1, 1, 1), graph=True, **rule).holds("forward_decode_graph")
         Case((1, 1, 1), graph=True, **rule).holds("forward_decode")  # calls forward_decode_graph

@@ -168,7 +168,7 @@ def test_a_required_gradient_is_refused():
 
 
 def test_a_state_has_the_tokens_of_its_unfinished_chunk():
-    """They follow the state: one row per key, then values, g and beta, then the token count."""
+    """Tokens follow the state: one row per key, then values, g and beta, then the token count."""
     x = tokens(70)
     with torch.no_grad():
         _, state = npu_ops.chunk_gated_delta_rule(

@@ -330,7 +330,7 @@ def test_cached_text_positions_are_plain_rope_exactly(
 @SECTION_LAYOUTS
 @PAIRS
 def test_cached_form_is_the_form_with_tables(section_layout, pair_layout, implementation, device):
-    """It also takes q and k with flattened heads, as serving engines have them."""
+    """The cached form also takes q and k with flattened heads, as serving engines have them."""
     q, k = (x[0].to(device) for x in qkv())
     cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
     positions = torch.randint(50, (3, 9), device=device)
