@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 def in_dtype(
     model: pathlib.Path, dtype: str, into: pathlib.Path, trained: bool = False
 ) -> pathlib.Path:
-    """Copy a model in the dtype that is trained, because a server may keep A_log in fp32.
+    """Copy a model with all weights in the trainer's dtype: a server may keep A_log in fp32.
 
     trained: change the norms' weights, which transformers always sets to 0 or 1.
     """

@@ -1,7 +1,7 @@
-"""Count the numbers of a vision tower's position embedding that differ from a server's.
+"""Count the elements of a vision tower's position embedding that differ from a server's.
 
 python consistent_tower.py, with any transformers on the path and NPU_OPS_CONSISTENT=1. Prints that
-count, and how many numbers there are.
+count, and how many elements there are.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from npu_ops_adapters import vision_tower
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
-# One patch; grids as large as the table (48), smaller and larger than it; and two frames.
+# [frames, height, width] in patches: one merged patch (2 x 2); grids as high as the table (48),
+# smaller and larger than it; and two frames.
 GRIDS = [[1, 2, 2], [1, 48, 46], [1, 30, 62], [2, 14, 8], [1, 96, 38]]
 
 
 def of_training(tower) -> torch.Tensor:
-    """Return what the tower's first block gets for black pictures: the position embedding alone."""
+    """Return the first block's input for pictures of zeros: the position embedding alone."""
     seen = []
     hook = tower.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     patches = sum(t * h * w for t, h, w in GRIDS)

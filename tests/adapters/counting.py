@@ -46,7 +46,7 @@ def count_calls(names: Iterable[str]) -> collections.Counter[str]:
 def _noted(operator: Callable, note: Callable[[], None]) -> Callable:
     @functools.wraps(operator)
     def call(*args, **kwargs):
-        # Inside a compiled graph a count would be a guard, and recompile.
+        # Inside a compiled graph the count would become a guard, and each change would recompile.
         if not torch.compiler.is_compiling() and not _compares([*args, *kwargs.values()]):
             note()
         return operator(*args, **kwargs)

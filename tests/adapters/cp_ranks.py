@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import npu_ops
 
-# of packed sequences; multiples of 8, so that up to four ranks can share them
+# Lengths of packed sequences: multiples of 8, so that up to four ranks can share each.
 LENGTHS = (32, 64, 16, 80)
 LENGTH = 48
 
@@ -37,7 +37,7 @@ def attention(group, kind, **config):
 
 
 def dealt(starts: list[int], rank: int, ranks: int) -> torch.Tensor:
-    """Return the tokens of a rank: of each sequence, a chunk and the chunk that mirrors it."""
+    """Return a rank's tokens: chunks `rank` and 2 * ranks - 1 - rank of each sequence."""
     found = []
     for start, stop in zip(starts, starts[1:], strict=False):
         chunks = torch.arange(start, stop).chunk(2 * ranks)

@@ -1,10 +1,10 @@
-"""Make .cache/sglang: SGLang and the packages it needs on a CPU, to precede .venv's.
+"""Make .cache/sglang: SGLang and the packages it needs on a CPU, in a folder that precedes .venv's.
 
 python tests/adapters/fetch_sglang.py
 
-Two packages exist only for GPUs. torchvision's binary does not load with a CPU build of torch; its
-Python works, after two operators are declared. SGLang runs on a CPU and on the emulated NPU through
-platform plugins, which are registered only in this folder.
+Packages for GPUs, such as sglang-kernel and flashinfer, are left out. torchvision's binary does not
+load with a CPU build of torch; its Python code works after two operators are declared. SGLang runs
+on a CPU and on the emulated NPU through platform plugins, which are registered only in this folder.
 """
 
 from __future__ import annotations

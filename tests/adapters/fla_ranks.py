@@ -1,9 +1,10 @@
-"""Compare real fla's functions on ranks that share packed sequences with each sequence alone.
+"""Compare real fla's functions, with packed sequences split over ranks, with each sequence alone.
 
 python fla_ranks.py STORE RANK RANKS    in as many processes, with gloo; fla-core is on the path
 
-Prints the largest error of the output and of each gradient, relative to its largest number, and the
-calls of npu-ops. The sequences alone use fla's naive functions and torch's conv1d.
+Prints the largest error of the output and of each gradient, relative to the largest value of that
+tensor, and the number of npu-ops calls with a cp_group. The sequences alone use fla's naive
+functions and torch's conv1d.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def delta() -> dict[str, torch.Tensor]:
 
 
 def each_delta(naive, q, k, **more):
-    """Call fla's naive function for each sequence; q and k are repeated, as it
-    lacks value groups."""
+    """Call fla's naive function for each sequence.
+
+    q and k are repeated, because the function lacks grouped value heads.
+    """
     groups = VALUE_HEADS // HEADS
     more |= {"q": q.repeat_interleave(groups, 2), "k": k.repeat_interleave(groups, 2)}
     parts = [naive(**{name: x[:, a:b] for name, x in more.items()})[0] for a, b in sequences()]
@@ -85,7 +88,7 @@ def each_product(naive, **given):
 
 
 def in_rows(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Put the steps of tokens into rows, as fla's product function needs them."""
+    """Flatten the two steps of each token into rows, as fla's product function needs them."""
     return {name: x.flatten(1, 2) if name in ("k", "v", "beta") else x for name, x in given.items()}
 
 

@@ -24,7 +24,7 @@ SECTIONS = (64, 64, 128, 128, 4, 4)
 
 
 def layer(tensor: bool = False, context: bool = False):
-    """Build the layer: whole on each rank, or sharing its heads or the tokens."""
+    """Build the layer: whole on each rank, or split by heads (`tensor`) or tokens (`context`)."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = megatron_cpu.transformer_config("rope", **demo_model.HYBRID)
@@ -88,7 +88,7 @@ def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
 
 
 def context_errors(rank: int, whole, spread, hidden, starts=(), **packing) -> dict[str, float]:
-    """Compare a layer that shares tokens; a rank has two of each sequence's four chunks."""
+    """Compare a layer split by tokens; a rank has two of each sequence's four chunks."""
     own = dealt(starts or [0, len(hidden)], rank, 2)
     expected, actual = step(whole, hidden, **packing), step(spread, hidden[own], **packing)
     found = {}

@@ -9,7 +9,7 @@ from npu_ops_tools import demo_model
 
 
 class NoTracker(demo_model.NoTracker):
-    """A tracker with the methods that activation checkpointing calls."""
+    """A stand-in for Megatron's RNG tracker, with the methods that checkpointing calls."""
 
     def get_states(self):
         return {}

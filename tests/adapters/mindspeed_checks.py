@@ -3,8 +3,11 @@
 python -c "import mindspeed_checks; mindspeed_checks.run('ours first')"
 
 with a megatron-core release and `mindspeed` on PYTHONPATH. Prints a line of JSON for each check:
-its name, and null or the error. The argument is the order of imports: `ours first`, `megatron
-first` (npu-ops, Megatron, then MindSpeed) or `late` (MindSpeed, then npu-ops).
+its name, and null or the error. The argument is the order of imports:
+
+- `ours first`: npu-ops, then MindSpeed
+- `megatron first`: npu-ops, Megatron, then MindSpeed
+- `late`: MindSpeed, then npu-ops
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ COVERED = {
 ALONE = COVERED - {
     (f"{ROPE}:apply_rotary_pos_emb", "rope"),
     (FORWARD, "attention"),
-}  # replaced by Megatron's adapter
+}  # the targets that Megatron's adapter replaces without MindSpeed
 CHECKS: list = []
 OF_THE_DOUBLE: list = []  # checks that need the stand-in's counts of calls
 
@@ -72,7 +75,7 @@ def value(target: str):
 
 
 def layers(target: str) -> list:
-    """Return a function, the one it falls through to, and so on."""
+    """Return the function at `target` and all that it wraps, outermost first."""
     found = [value(target)]
     while hasattr(found[-1], "__wrapped__"):
         found.append(found[-1].__wrapped__)
@@ -114,8 +117,8 @@ def in_force() -> None:
 
 
 def snapshot() -> dict:
-    """Return the contents of both's modules, of MindSpeed's registry and of its
-    list of features."""
+    """Return the contents of Megatron's and MindSpeed's modules, of MindSpeed's patch registry and
+    of its list of features."""
     found = {"features": list(manager().FEATURES_LIST)}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("megatron", "mindspeed", "megatron_adaptor"):
@@ -240,7 +243,7 @@ def the_scale_of_yarn_is_mindspeeds():
 
 @check
 def arguments_of_later_megatrons_pass():
-    """MindSpeed's functions lack these arguments."""
+    """MindSpeed's functions lack `inverse`, `mla_rotary_interleaved` and `max_seqlen`."""
     t, freqs = heads(6, 2, 3, 16), angles(6, 1, 1, 16)
     dispatch = value(f"{ROPE}:apply_rotary_pos_emb")
     plain = dispatch(t, freqs, config())
@@ -307,7 +310,10 @@ def repatched_with_a_namespace_it_is_there_again():
 
 @check_double
 def attention_is_ours_over_mindspeeds():
-    """Applies to layers built from DotProductAttention; other calls get MindSpeed's mask."""
+    """npu-ops computes the attention of DotProductAttention.
+
+    MindSpeed computes it for configurations with is_llava or qk_clip.
+    """
     import torch
 
     import npu_ops
@@ -345,7 +351,7 @@ def lengths_that_are_no_tensor_reach_mindspeeds_function():
     lengths = types.SimpleNamespace(position_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
     t, freqs = heads(6, 1, 3, 16), angles(3, 1, 1, 16)
     calls.clear()
-    out = dispatch(t, freqs, config(), lengths, cp_group=Group())  # it has no parameter for a group
+    out = dispatch(t, freqs, config(), lengths, cp_group=Group())  # "thd" has no cp_group
     assert "thd" in calls, calls
     leaf = value(f"{ROPE}:_apply_rotary_pos_emb_bshd")
     assert (out[3:] - leaf(t[3:], freqs)).abs().max() < 1e-6
@@ -376,7 +382,7 @@ def gated_delta_net_is_ours_over_mindspeeds():
     for name in ("chunk_gated_delta_rule", "l2norm"):
         held = vars(gated_delta_net)
         assert is_ours(held[name]) and is_ours(held[f"_ms_{name}"]), name
-        assert not is_ours(getattr(gdn_backend, name)), name  # fla's names are set from it
+        assert not is_ours(getattr(gdn_backend, name)), name  # MindSpeed sets fla's names to these
     layer = gated_delta_net.GatedDeltaNet()
     g, beta = layer._compute_g_and_beta(torch.zeros(2), torch.zeros(2), gate, gate)
     assert (g + torch.nn.functional.softplus(gate)).abs().max() < 1e-6
@@ -518,7 +524,7 @@ def an_op_that_is_disabled_is_left_to_mindspeed():
         dispatch = f"{ROPE}:apply_rotary_pos_emb"
         assert value(dispatch) is theirs(dispatch)
         names = [f.__name__ for f in layers(f"{ROPE}:_apply_rotary_pos_emb_bshd")]
-        assert len(names) == 2 and names[0] == "npu_ops_rope", names  # the other is mrope's
+        assert len(names) == 2 and names[0] == "npu_ops_rope", names  # this one is mrope's
     sys.modules["mindspeed.megatron_adaptor"].repatch({})
     in_force()
 

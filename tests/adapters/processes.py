@@ -44,7 +44,7 @@ def ranks(program: str, store: pathlib.Path, number: int, version: str) -> list[
 
 
 def run_ranks(program: str, store: pathlib.Path, number: int, *folders) -> list[dict]:
-    """Return, parsed, the last line of JSON that each rank of `PROGRAM STORE RANK RANKS` prints."""
+    """Run `PROGRAM STORE RANK RANKS` for each rank; return the last line of JSON of each."""
     path = environment(HERE, *folders, OMP_NUM_THREADS="1")
     command = [sys.executable, str(HERE / program), str(store)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

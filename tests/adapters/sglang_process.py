@@ -19,7 +19,7 @@ CALL = re.compile(r"\b([a-z_0-9]+)\([a-z0-9]+\[.*\) -> (\w+)$", re.M)
 
 
 def environment(*first, **changes) -> dict[str, str]:
-    """Return this process's environment, with SGLang, or `first`, first on the path."""
+    """Return this process's environment, with `first` and then SGLang first on the path."""
     before = filter(None, [os.environ.get("PYTHONPATH")])
     path = [*first, fetch_sglang.tree(), HERE, HERE.parent, *before]
     settings = {
@@ -31,7 +31,7 @@ def environment(*first, **changes) -> dict[str, str]:
 
 
 def on_npu(folder: pathlib.Path) -> dict:
-    """Return settings with which `run` uses the emulated NPU: SGLang's platform, our Triton.
+    """Return settings with which `run` uses the emulated NPU, SGLang's platform and triton-ascend.
 
     folder: gets a link to triton-ascend's triton, which SGLang's environment hides.
     """
@@ -50,7 +50,7 @@ def run(module: str, *arguments, first=(), command=(sys.executable,), **changes)
     """Return the lines of JSON that the module prints, and all output of its processes.
 
     Raises:
-        RuntimeError: it failed; the message is the end of its output.
+        RuntimeError: the process failed; the message is the end of its output.
     """
     done = subprocess.run(
         [*command, "-m", f"sglang_cpu.{module}", *map(str, arguments)],

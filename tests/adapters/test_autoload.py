@@ -139,7 +139,7 @@ def test_disabled_altogether_it_does_not_even_watch(broken, disable):
 
 
 def test_it_takes_less_than_5_ms_of_importing_torch():
-    """In CPU time, so that other programs on the machine do not matter."""
+    """Measured in CPU time, so that other programs on the machine do not matter."""
     code = (
         "import torch, time\n"
         "start = time.process_time()\n"
@@ -161,7 +161,10 @@ def test_it_needs_the_standard_library_alone():
 
 @pytest.mark.parametrize("first", ["megatron.core.jit", "npu_ops_adapters"])
 def test_applied_by_hand_without_torchs_help(broken, first):
-    """Before or after the framework is imported; here only the hook comes from `broken`."""
+    """Patches are applied before or after the framework is imported.
+
+    Only the hook comes from `broken`.
+    """
     for name in ("npu_ops", "npu_ops_adapters"):
         (broken / name / "__init__.py").unlink()
         (broken / name).rmdir()

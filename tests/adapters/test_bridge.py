@@ -22,7 +22,7 @@ HOME = "megatron.bridge.models.qwen_vl"
 
 
 class SumOverTwo(torch.autograd.Function):
-    """Megatron-LM's function; its gradient is the sum over two ranks, here with equal ones."""
+    """Megatron-LM's function. It sums gradients over two ranks, which are equal here."""
 
     @staticmethod
     def forward(ctx, x):

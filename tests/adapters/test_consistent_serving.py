@@ -1,6 +1,6 @@
-"""With NPU_OPS_CONSISTENT SGLang computes as transformers does, by the adapter's replacements.
+"""NPU_OPS_CONSISTENT: functions that adapters replace compute as transformers does.
 
-test_sglang.py tests a whole server.
+They belong to SGLang, vLLM, Megatron and MindSpeed. test_sglang.py tests a whole server.
 """
 
 import json
@@ -150,7 +150,7 @@ def test_another_sum_of_megatrons_is_refused(more, says):
 
 
 def test_mindspeeds_experts_are_these():
-    """The layer of grouped experts calls MindSpeed's product."""
+    """Megatron's grouped experts call MindSpeed's grouped product, which the adapter replaces."""
     x, gate_up, down, index, weights = drawn(torch.bfloat16)
     by_expert, order = index.reshape(-1).sort(stable=True)
     counts = torch.bincount(by_expert, minlength=EXPERTS)
@@ -223,7 +223,7 @@ def test_a_vision_towers_table_is_transformers():
 
 @pytest.mark.parametrize("version", [None, "4.57.6", "5.10.4"])
 def test_a_vision_towers_positions_are_trainings(version):
-    """Without NPU_OPS_CONSISTENT 1234, 236881 and 1308 of these numbers differ in bf16."""
+    """Without NPU_OPS_CONSISTENT 1234, 236881 and 1308 elements differ in the three versions."""
     folders = [fetch_frameworks.tree(f"transformers-{version}")] if version else []
     done = subprocess.run(
         [sys.executable, HERE / "consistent_tower.py"], capture_output=True, text=True,

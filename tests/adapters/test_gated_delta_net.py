@@ -1,4 +1,4 @@
-"""What the adapters of Gated Delta Net leave to fla, if it is installed."""
+"""Megatron's Gated Delta Net: which calls npu-ops computes, and which stay fla's or Megatron's."""
 
 import types
 
@@ -22,7 +22,7 @@ import npu_ops
     [("0.16.1", {"plain"}), ("0.19.2", {"plain", "packed", "context", "packed context"})],
 )
 def test_two_ranks_equal_one(tmp_path, version, cases):
-    """With tensor parallelism ranks share the heads, with context parallelism the tokens."""
+    """Tensor parallelism splits the heads over ranks, context parallelism the tokens."""
     for report in processes.ranks("gdn_ranks.py", tmp_path / "store", 2, version):
         found = {case: errors for case, errors in report["errors"].items() if errors != "refused"}
         assert found.keys() == cases
@@ -130,7 +130,7 @@ def test_states_of_the_other_convolution_are_left_to_it():
 
 
 def test_gates_in_float64_are_left_to_megatron():
-    """Megatron computes these in float32."""
+    """Megatron computes float64 gates in float32."""
 
     def original(self, A_log, dt_bias, alpha, beta):
         return "theirs"

@@ -82,7 +82,7 @@ NPU = [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python"]
 
 @pytest.mark.parametrize("mode", ["", "1"], ids=["default", "consistent"])
 def test_verls_on_an_npu(mode):
-    """verl's own function rounds them to bf16, because torch_npu's cross entropy does."""
+    """verl's own function rounds log-probabilities to bf16, as torch_npu's cross entropy does."""
     on_npu = [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python"]
     assert output(on_npu, "verl", fetch_verl.path(), mode) == {
         "bf16": "right", "verl's own": "rounded", "fp32": "right",

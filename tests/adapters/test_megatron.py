@@ -10,7 +10,7 @@ from npu_ops_adapters.megatron import qwen3_vl
 from processes import run_checks
 
 ENDS = (fetch_megatron.VERSIONS[0], fetch_megatron.VERSIONS[-1])
-USED = "0.16.1"  # by images with Qwen3.5
+USED = "0.16.1"  # by container images with Qwen3.5
 
 
 def marks(version, mode):
@@ -47,7 +47,7 @@ def test_classes_that_a_later_bridge_has_not_are_not_asked_for(monkeypatch):
 
 
 def test_a_rope_that_an_earlier_bridge_has_not_is_not_asked_for(monkeypatch):
-    """In 0.3 the module has only the tables' classes, and layers call Megatron's rope."""
+    """Megatron-Bridge 0.3 has only the tables' classes there, and layers call Megatron's rope."""
     name = f"{qwen3_vl._MODELLING}.rope"
     earlier = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, earlier)

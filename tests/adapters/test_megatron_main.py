@@ -1,4 +1,4 @@
-"""Gated Delta Net of Megatron's main branch, which has no package: modules of the same form."""
+"""Gated Delta Net of Megatron's main branch, which has no package: tests use similar modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The layer over MindSpeed, on a stand-in with a real megatron-core; see mindspeed_checks.py.
+"""npu-ops's patches over those of a stand-in for MindSpeed, with a real megatron-core.
 
-`upstream_mindspeed.py` runs the same checks on MindSpeed's own sources.
+The checks are in `mindspeed_checks.py`; `upstream_mindspeed.py` runs them on MindSpeed's sources.
 """
 
 import functools
@@ -73,7 +73,10 @@ def test_checkpoints_of_experts_say_how_experts_are_parallel(monkeypatch):
 
 
 def test_mindspeeds_engine_is_not_passed_fields_it_does_not_have():
-    """A later Megatron's PackedSeqParams has more fields. One with a value is still an error."""
+    """A later Megatron's PackedSeqParams has more fields.
+
+    npu-ops drops those that are None or count tokens. Other values are still errors.
+    """
 
     def forward(self, query, cu_seqlens_q=None):
         return query, cu_seqlens_q

@@ -299,7 +299,7 @@ def test_who_imported_ours_gets_the_original_back(host, monkeypatch):
 
 
 def test_a_replacement_that_had_another_name_before_keeps_it(host):
-    """Unwrapping puts the function itself in place; elsewhere it may be held on its own."""
+    """The replacement is a function that another module holds too; `revert` leaves that alone."""
     host.model.plain = double
     patching.apply([patch(make=lambda original: double)])
     assert host.maths.double is double
@@ -489,7 +489,7 @@ def test_what_another_framework_has_put_there_stays_in_its_own_module(host, monk
 
 
 def test_what_another_framework_has_put_there_is_known_elsewhere_by_name_alone(host, monkeypatch):
-    """Another framework's replacement counts elsewhere only under the target's name.
+    """In other modules, another framework's function is replaced only under the target's name.
 
     MindSpeed replaces both torch.compile and torch.jit.script by one function, which Megatron then
     uses as its decorator, too.

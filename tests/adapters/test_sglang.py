@@ -27,7 +27,7 @@ OPS = {
     "qwen3next": TEXT | GATED_DELTA_NET,
     "qwen3vl": TEXT | TOWER,
     "qwen3_5": TEXT | TOWER | GATED_DELTA_NET,
-    # Its streams have norms instead of sums, and an indexer rotates.
+    # Qwen4-Exp normalises streams, not sums, and its indexer calls mrope.
     "qwen4exp": TEXT - {"add_rms_norm"} | {"mrope"} | TOWER | GATED_DELTA_NET,
 }
 MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5", "qwen4exp")}

@@ -174,7 +174,7 @@ STATE = "p_h0 = (h0 + idx * HV * K * V + i_hv * K * V\n    + {}[:, None] * {} + 
 )
 @pytest.mark.parametrize("version", ["0.5.18", "0.5.20"])
 def test_the_order_of_a_state_is_that_of_the_kernels(version, source, first, monkeypatch, tmp_path):
-    """The order comes from sgl-kernel-npu's decoding step, whichever file calls it."""
+    """The adapter reads the order in the source of sgl-kernel-npu's decoding kernel."""
     folder = tmp_path / "sgl_kernel_npu" / "fla"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
@@ -230,7 +230,7 @@ def test_a_call_in_either_order_reaches_the_kernel_by_name(known, given):
 @pytest.mark.parametrize("rotated", [96, 48, 24])
 @pytest.mark.parametrize("pairs", [True, False])
 def test_what_the_kernel_cannot_is_computed(pairs, rotated):
-    """96 elements per head, the first of them rotated; compared with the definition in fp64."""
+    """Compare with the definition in fp64: heads of 96 elements, of which the first are rotated."""
     arguments, half = call(96, rotated), rotated // 2
     ours = split_qkv_rmsnorm_rope.replace(lambda **_: pytest.fail("not for the kernel"))
     q, k, v = ours(**arguments, is_neox_style=pairs)

@@ -68,7 +68,7 @@ def test_generation_with_a_cache(name, padded):
 
 @pytest.mark.parametrize("name", ["qwen4_exp", "olmo_hybrid"])
 def test_packed_sequences(name, applied):
-    """They do not see each other. Without other packages transformers refuses them."""
+    """Packed sequences do not see each other. Without other packages, transformers refuses them."""
     transformers_models.compare_packed(name)
 
 
@@ -181,7 +181,7 @@ def test_another_formula_is_left_to_the_model(old, new, left, next_one, caplog):
 
 
 def test_a_setting_that_was_not_compared_is_left_to_the_model(next_one):
-    """The module must be as it was when it was compared; otherwise its own function runs."""
+    """A module with other attributes than the one that was compared runs its own function."""
     module = next_one(
         ("self.variance_epsilon = eps", "self.variance_epsilon, self.factor = eps, 1"),
         ("return (self.weight *", "return self.factor * (self.weight *"),
@@ -234,7 +234,7 @@ def test_a_norm_without_a_weight_is_kept_with_its_reason(applied):
 
 
 def test_a_step_by_channel_has_the_bits_of_training(applied):
-    """With NPU_OPS_CONSISTENT, also for a prompt cut anywhere."""
+    """With NPU_OPS_CONSISTENT a prompt of 69 tokens and a decoded one have the bits of 70."""
     x, g = torch.randn(1, 70, 2, 8), -torch.rand(1, 70, 2, 8)
     tokens = x, x, x, g, g[..., 0].exp()
     with env.override(consistent="tokens"):

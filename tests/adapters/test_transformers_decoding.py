@@ -15,14 +15,14 @@ from npu_ops.core.compare import Tolerance, assert_close
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_with_a_cache(name, padded):
-    """Prefill and decoding keep the states as before, token by token."""
+    """Prefill and decoding give transformers' tokens and logits."""
     calls = transformers_models.compare_generation(name, padded)
     assert calls["causal_conv1d_update"] == calls["gated_delta_rule_update"] == 5
     assert calls["chunk_gated_delta_rule"] == 1
 
 
 def test_a_step_that_is_not_ours_is_theirs(applied):
-    """With gradients, with NPU_OPS_CONSISTENT or with fp16 states the rule's own function runs."""
+    """With gradients, NPU_OPS_CONSISTENT or fp16 states, gated_delta_rule_update does not run."""
     model, inputs = transformers_models.built("qwen3_next")
     ids = inputs["input_ids"][:, :9]
 

@@ -1,4 +1,7 @@
-"""Which SwiGLU calls of transformers' models are ours. test_transformers.py tests whole models."""
+"""SwiGLU of transformers' models: calls that npu-ops computes, and calls left to transformers.
+
+test_transformers.py tests whole models.
+"""
 
 import types
 

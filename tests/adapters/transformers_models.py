@@ -175,7 +175,7 @@ MODELS = {
 
 
 def qwen4_exp(gate="sigmoid", **more):
-    """Sparse attention to the best 4 blocks of 2 keys, and hyper-connections of two streams."""
+    """Build Qwen4-Exp: attention to the best 4 blocks of 2 keys, hyper-connections of 2 streams."""
     modeling, configuration = classes("qwen4_exp")
     indexer = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
@@ -189,13 +189,13 @@ def qwen4_exp(gate="sigmoid", **more):
 
 
 def qwen4_exp_silu():
-    """With the other gate, and n-gram features of tokens in its first layer."""
+    """Build Qwen4-Exp with a silu gate, and n-gram features of tokens in its first layer."""
     ngrams = {"heads_per_ngram": 2, "ngram_vocab_size_base": 20, "eos_token_id": 63}
     return qwen4_exp("silu", ple_layer_ids=[1], **ngrams)
 
 
 def qwen4_exp_images():
-    """With a vision tower."""
+    """Build Qwen4-Exp with a vision tower."""
     modeling, configuration = classes("qwen4_exp")
     text = qwen4_exp()[0].config.to_dict()
     vision = VISION | {"num_position_embeddings": 16}
@@ -204,7 +204,7 @@ def qwen4_exp_images():
 
 
 def olmo_hybrid():
-    """With beta up to 2, and filters of three taps."""
+    """Build OLMo Hybrid, with beta up to 2 and filters of three taps."""
     modeling, configuration = classes("olmo_hybrid")
     more = {"linear_conv_kernel_dim": 3, "pad_token_id": 0, "eos_token_id": 63}
     config = configuration.OlmoHybridConfig(**SIZES, **LINEAR, **rotary(), **more)
@@ -291,7 +291,7 @@ def by_op(calls: dict) -> dict:
 
 
 def assert_same(actual: dict, expected: dict) -> None:
-    """Equal up to the order of fp32 additions, also of sums over all tokens."""
+    """Check that results are equal up to the order of fp32 additions, also in sums over tokens."""
     assert actual.keys() == expected.keys() and len(expected) > 10
     assert all(value.abs().max() > 0 for name, value in expected.items() if "bias" not in name)
     for name, value in actual.items():

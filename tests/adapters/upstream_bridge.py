@@ -47,7 +47,7 @@ IMAGE, VISION_START = 120, 121
 
 
 class Bare(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Bridge's packages, without the imports of their `__init__.py`."""
+    """Finds Bridge's packages, and does not run their `__init__.py`."""
 
     def __init__(self, source: pathlib.Path):
         self._source = source
@@ -197,7 +197,7 @@ def run(clone: pathlib.Path, ours: bool, output: str) -> None:
 
 
 def in_force() -> None:
-    """Every patch is applied, also where Bridge imports by value, and none is refused."""
+    """Check that every patch is applied, also where Bridge imports by value."""
     import npu_ops_adapters
 
     states = {

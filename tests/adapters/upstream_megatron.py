@@ -1,4 +1,4 @@
-"""Runs Megatron-LM's own unit tests of what npu-ops replaces, on the CPU, without and with npu-ops.
+"""Runs Megatron-LM's unit tests of functions that npu-ops replaces, on the CPU.
 
     git clone https://github.com/NVIDIA/Megatron-LM
     python tests/adapters/upstream_megatron.py Megatron-LM
@@ -123,7 +123,7 @@ def read_on_cpu(checkout: pathlib.Path) -> None:
 
 
 def complete_torch_cpu() -> None:
-    """Give `torch.cpu` what `torch.cuda` has; other names, e.g. types, are torch.cuda's own."""
+    """Give `torch.cpu` the functions of `torch.cuda`; other names, e.g. types, are torch.cuda's."""
     import torch
 
     here = torch.cpu.current_device()

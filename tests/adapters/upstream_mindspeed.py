@@ -1,4 +1,4 @@
-"""Runs the checks of the layer over MindSpeed on MindSpeed's own sources, on the CPU.
+"""Runs the checks of mindspeed_checks.py on MindSpeed's own sources, on the CPU.
 
     git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
     python tests/adapters/upstream_mindspeed.py MindSpeed --megatron 0.16.1
@@ -46,7 +46,7 @@ STANDS_IN = ("torch_npu", "torchair", "acl", "hccl", "pydantic", "six", "tqdm")
 OF_ADAPTOR = (
     "megatron_adaptor",
     "transformer_engine",
-)  # MegatronAdaptor's names; before it MindSpeed made them
+)  # modules of MegatronAdaptor; earlier branches of MindSpeed make them
 
 OPERATORS = {
     "gpt": upstream_bridge.OPERATORS,

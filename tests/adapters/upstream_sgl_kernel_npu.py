@@ -89,7 +89,7 @@ def recurrent_gated_delta_rule(
     mix_qkv, recurrent_state, beta, scale, actual_seq_lengths, ssm_state_indices, nk, nv,
     intermediate_state=None, cache_indices=None, num_accepted_tokens=None, g=None, gk=None,
 ):  # fmt: skip
-    """With intermediate states, the first of them starts from the pool's state."""
+    """Call npu-ops; the first of a sequence's intermediate states is copied from the pool."""
     import npu_ops
 
     state = recurrent_state

@@ -31,7 +31,7 @@ FILES = tuple(
 RUNS = {"without": "all", "with": ""}  # NPU_OPS_DISABLE of each run
 # Packages that the tests import beyond those that transformers requires.
 MORE = ("datasets", "parameterized", "pillow", "numpy<2.4")
-# Tests of FSDP and tensor parallelism need it. It requires torch, which is already installed.
+# Tests of FSDP and tensor parallelism need accelerate. Its requirement torch is already installed.
 WITHOUT_TORCH = ("accelerate",)
 
 

@@ -1,7 +1,7 @@
-"""On the emulated NPU: verl's own `apply_npu_patches()` with npu-ops, and Qwen3 under both.
+"""Apply verl's `apply_npu_patches()` on top of npu-ops's patches, and train Qwen3 with both.
 
-Prints the states of npu-ops's patches, whose SwiGLU is in place, and the loss and gradient norm on
-the NPU and on the unpatched CPU.
+Runs on the emulated NPU. Prints the states of npu-ops's patches, the name of the function that
+Qwen3's MLP runs, and the loss and gradient norm, patched on the NPU and unpatched on the CPU.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ def pytest_ignore_collect():
 
 
 def pytest_configure():
-    """Fix tl.dot for bfloat16: the interpreter multiplies the integers that it stores them as."""
+    """Fix tl.dot for bfloat16: the interpreter stores bfloat16 as integers and multiplies these."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl

@@ -21,7 +21,7 @@ OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 
 
 def small_cases():
-    """Return the odd cases, where kernels go wrong, and the models' cases with one token.
+    """Return the small cases of unusual shapes, and the models' cases with one token.
 
     `make test` runs one dtype of each, as the emulated NPU runs the same kernels compiled.
     """

@@ -37,8 +37,10 @@ def npu_causal_conv1d(
     initial_state_mode=None, num_accepted_tokens=None, activation_mode=0, pad_slot_id=-1,
     run_mode=0, head_num=0,
 ):  # fmt: skip
-    """Return y like x. x [B, T, D], weight [W, D], conv_states [B, W - 1, D]; it
-    starts from zeros."""
+    """Return y [B, T, D]. x [B, T, D], weight [W, D], conv_states [B, W - 1, D].
+
+    The convolution starts from zeros; the values of conv_states are neither read nor written.
+    """
     width, channels = weight.shape
     assert run_mode == 0 and conv_states.shape == (x.shape[0], width - 1, channels)
     before = torch.cat([torch.zeros_like(conv_states), x], 1).float().transpose(1, 2)
@@ -65,7 +67,10 @@ def npu_chunk_local_cumsum(
 
 
 def npu_chunk_scaled_dot_kkt(k, g, beta, *, cu_seqlens=None, chunk_indices=None, chunk_size=64):
-    """Return fp32 [B, HV, T, chunk_size], strictly below the diagonal."""
+    """Return beta * decay * (k k^T) of each chunk, strictly lower triangular.
+
+    The result is fp32 [B, HV, T, chunk_size].
+    """
     assert {g.dtype, beta.dtype} == {torch.float32} and g.shape == beta.shape
     k = in_chunks(k.repeat_interleave(g.shape[1] // k.shape[1], 1), chunk_size)
     g, beta = (in_chunks(x, chunk_size) for x in (g, beta))
@@ -74,7 +79,7 @@ def npu_chunk_scaled_dot_kkt(k, g, beta, *, cu_seqlens=None, chunk_indices=None,
 
 
 def npu_solve_tri(x, *, cu_seqlens=None, chunk_indices=None, layout="bsnd"):
-    """Return the inverse of 1 + x for each chunk, in x's dtype."""
+    """Return the inverse of I + x for each chunk, in x's dtype."""
     assert layout == "bnsd" and x.dtype in (torch.bfloat16, torch.float16)
     matrix = in_chunks(x, x.shape[3])
     one = torch.eye(x.shape[3]).expand(matrix.shape)
@@ -120,7 +125,7 @@ def npu_chunk_fwd_o(
     q, k, v, h, scale, *, g=None, g_gamma=None, cu_seqlens=None, chunk_indices=None,
     chunk_size=None, transpose_state_layout=False,
 ):  # fmt: skip
-    """Return o with v's shape: the part from the state before each chunk and the chunk's own."""
+    """Return o with v's shape: what the state before a chunk adds, plus attention in the chunk."""
     assert h.shape == (*v.shape[:2], v.shape[2] // chunk_size, q.shape[3], v.shape[3])
     times = v.shape[1] // q.shape[1]
     q, k = (in_chunks(x.repeat_interleave(times, 1), chunk_size) for x in (q, k))

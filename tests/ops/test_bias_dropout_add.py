@@ -365,7 +365,7 @@ def test_gradcheck(bias_shape, p):
 
 
 def test_double_backward_in_fp32():
-    """By the native kernels: the gradient of the gradient uses the forward's mask again."""
+    """In the native kernels, the gradient of the gradient uses the forward's mask again."""
     x = torch.randn(16, 8, requires_grad=True)
     out = seeded(x=x, bias=None, residual=torch.zeros(16, 8), p=0.5, training=True)
     grad_out = torch.randn(16, 8, requires_grad=True)
@@ -436,7 +436,7 @@ def test_opcheck_in_place(dtype):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("p, training", [(0.3, True), (0.3, False)])
 def test_compile(backend, p, training):
-    """In one graph, the backward uses the forward's mask, which is eager's for the same seed."""
+    """Compiled to one graph, forward and backward use the mask that eager mode draws."""
     tensors = torch.randn(32, 16), torch.randn(16), torch.randn(32, 16)
 
     def function(x, bias, residual):
@@ -522,7 +522,7 @@ def test_fake_is_like_real(make, dtype):
 
 
 def test_each_fp16_number():
-    """The CPU kernels convert fp16 with CPU instructions: as torch does, and NaN stays NaN."""
+    """The CPU kernels convert fp16 with CPU instructions. Results equal torch's; NaN stays NaN."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).view(16, -1)
     wide = npu_ops.bias_dropout_add(halves, None, torch.zeros(16, 4096), 0.0, False)
     assert torch.equal(wide.nan_to_num(7), halves.float().nan_to_num(7))

@@ -1,6 +1,6 @@
-"""Each eager call is one call of a torch operator, and keeps nothing once its results are freed.
+"""Each eager call is one call of a torch operator, and leaves no state behind.
 
-No call keeps a tensor, or anything that the guards of a compiled caller depend on.
+A call keeps no tensor alive, and changes nothing that the guards of compiled callers check.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def outputs_of(found) -> list[torch.Tensor]:
     return [out for out in found if out is not None]
 
 
-# Memory: what a call keeps
+# Tensors kept after a call
 
 
 def of_model(op: str, tokens: int):
@@ -162,7 +162,7 @@ def test_eager_calls_between_compiled_ones_recompile_nothing(call, mode):
 
 
 def operators(events: list[FunctionEvent]) -> list[str]:
-    """Return the npu_ops torch operators that were called, without their kernels."""
+    """Return the npu_ops torch operators that were called; native kernels are left out."""
     known = {f"npu_ops::{table}{end}" for table in Table.tables for end in ("", "_")}
     return [event.key.removeprefix("npu_ops::") for event in events if event.key in known]
 
@@ -185,7 +185,8 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
     takes_it = why_not is None or why_not.endswith("comes first")
     for n in wrt:
         inputs[n].requires_grad_()
-    # The recurrence normalises q and k by calls of l2norm, the chunked rule in its own kernels.
+    # fused_recurrent_gated_delta_rule normalises q and k by two calls of l2norm.
+    # chunk_gated_delta_rule does it in its own kernels.
     is_normed = op == "fused_recurrent_gated_delta_rule" and inputs["use_qk_l2norm_in_kernel"]
     norms = ["l2norm", "l2norm"] if is_normed else []
     by = contextlib.ExitStack()
@@ -197,14 +198,14 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
         assert _without_products(op, operators(forward.events())) == [*norms, verdicts[0].op]
         if not wrt:
             return
-        if name == "aclnn":  # the vendor may have no backward
+        if name == "aclnn":  # the vendor's operator may have no backward
             by.close()
         with profile(activities=[ProfilerActivity.CPU]) as backward:
             torch.autograd.grad(
                 outputs, [inputs[n] for n in wrt], [torch.ones_like(x) for x in outputs],
                 allow_unused=True,
             )  # fmt: skip
-    mine = verdicts[0].op  # the backward of a rotation is a rotation
+    mine = verdicts[0].op  # the backward of a rotation is the same operator
     names = [f"{mine}_backward"] if f"{mine}_backward" in Table.tables else [mine]
     seen = _without_products(op, operators(backward.events()))
     assert seen == [*names, *(f"{norm}_backward" for norm in norms)]

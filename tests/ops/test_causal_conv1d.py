@@ -73,7 +73,7 @@ def test_reference_is_torchs_convolution(case):
 
 @IMPLEMENTATIONS
 def test_it_is_the_convolution_of_qwen3_next(implementation, device):
-    """Prefill and then decode one token, as the layer does: [B, D, T], the state W - 1 wide."""
+    """Compare with the layer's prefill and decode of one token: x [B, D, T], state W - 1 wide."""
     x, weight = torch.randn(2, 21, 24), torch.randn(24, 4)
     expected = qwen3_next.causal_conv1d_fn(x[:, :20].mT, weight, None, "silu").mT
     state = x[:, 17:20].mT.contiguous()
@@ -103,8 +103,7 @@ def test_dtypes(dtype, filter_dtype, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_large_and_special_values(activation, implementation, device):
-    """silu of large inputs; a NaN reaches only its sequence, itself and the W - 1
-    tokens after it."""
+    """Inputs reach +-1000. A NaN in the last token of a sequence stays out of the next sequence."""
     x = torch.linspace(-1000, 1000, 64).view(1, 16, 4)
     weight = torch.tensor([[0.0, 1.0]]).repeat(4, 1)
     x[0, 5, 1] = float("nan")
@@ -135,7 +134,7 @@ def test_packed_equals_one_by_one(lengths, width, implementation, device):
         with support.forced(implementation, *OPS):
             parts.append(npu_ops.causal_conv1d(**moved | one))
     alone = torch.cat([y for y, _ in parts], dim=1)
-    # torch's silu of a value differs by as much with its place in the tensor
+    # torch's silu of one value may differ by this much between places in a tensor
     torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
     assert torch.equal(last, torch.cat([state for _, state in parts]))
 
@@ -178,8 +177,7 @@ def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("lengths", [None, [3, 0, 2, 30]], ids=["batch", "packed"])
 def test_strided_x_is_read_in_place(lengths, implementation, device):
-    """x is a slice of a fused projection, and the states are every second of a pool, channels
-    dense.
+    """x is a slice of a fused projection; states are every second slot of a pool, channels last.
 
     Outputs and gradients are those of a contiguous copy.
     """
@@ -282,7 +280,7 @@ def test_the_reference_reads_nothing_outside_for_wrong_starts(starts):
 
 
 def test_memory_is_the_outputs_alone():
-    """No transposed or padded copy, forward or backward."""
+    """Neither forward nor backward allocates a transposed or padded copy."""
     x, weight = torch.randn(1, 512, 256).bfloat16().requires_grad_(), torch.randn(256, 4)
     size = x.numel() * 2
     with support.copies() as forward:

@@ -17,7 +17,10 @@ CASES = [case for case in cases.of(OP).CASES if not case.large and case.tokens]
 
 @pytest.fixture(autouse=True)
 def ascend950(monkeypatch):
-    """Pretend an Ascend 950, the only SoC with the operator. The emulated one is alike on all."""
+    """Pretend that the SoC is an Ascend 950, the only one with the operator.
+
+    The emulated operator is the same for all SoCs.
+    """
     monkeypatch.setattr(aclnn, "_soc_why_not", lambda: None)
 
 

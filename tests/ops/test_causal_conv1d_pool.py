@@ -80,7 +80,7 @@ def test_a_pool_without_slots_narrows_nothing():
 
 
 def test_a_final_state_has_the_dtype_of_the_initial_one():
-    """The operator also takes states in a wider dtype than x, which happens on devices."""
+    """On NPUs, a pool in a wider dtype than x gives the operator states in that dtype."""
     x, weight, state = drawn(1, 2, CHANNELS).bfloat16(), drawn(CHANNELS, 4), drawn(1, CHANNELS, 4)
     with forced("reference", "causal_conv1d"):
         _, final = torch.ops.npu_ops.causal_conv1d(x, weight, None, None, state, None, True, True)
@@ -88,7 +88,7 @@ def test_a_final_state_has_the_dtype_of_the_initial_one():
 
 
 def test_slots_in_order_of_a_batch_in_any_memory():
-    """A batch without indices, with the pool's channels dense in memory, as decoding wants it."""
+    """Without indices, sequence n uses slot n. The pool's channels are contiguous in memory."""
     x, weight = drawn(3, 9, CHANNELS), drawn(CHANNELS, WIDTH)
     pool = drawn(4, 3, CHANNELS).transpose(1, 2)
     state = torch.nn.functional.pad(pool[:3], (1, 0))

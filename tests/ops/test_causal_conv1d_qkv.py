@@ -89,8 +89,8 @@ def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementati
         parts = support.evaluate(by_parts, inputs, DIFFERENTIABLE)
     assert torch.equal(ours["output 2"], parts["output 2"])
     assert torch.equal(ours["output 3"], parts["output 3"])
-    # The separate ops also round the gradient of the convolution's output, which is four times as
-    # large as that of its input.
+    # The separate ops also round the gradient of the convolution's output. It is four times as
+    # large as the gradient of the convolution's input.
     tolerances = support.twice(support.twice(TOLERANCES))
     support.assert_all_close(
         ours, {name: value.double() for name, value in parts.items()}, tolerances

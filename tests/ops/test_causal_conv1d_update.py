@@ -1,4 +1,4 @@
-"""causal_conv1d_update: every implementation against the reference, and that against torch.cat."""
+"""causal_conv1d_update: implementations against the reference, the reference against torch.cat."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_reference_is_a_concatenation(case):
 @parametrize_dtypes()
 @IMPLEMENTATIONS
 def test_rows_go_back_bit_for_bit(case, dtype, implementation, device):
-    """Elements that the op does not write keep their bits too."""
+    """Written rows have the reference's bits, and elements that are not written keep theirs."""
     inputs = case.inputs(dtype)
     expected = run("reference", floats(inputs, torch.float64))
     actual = run(implementation, on_device(inputs, device))
@@ -160,7 +160,7 @@ def test_rejected_drafts_leave_no_trace(width, drafts, implementation, device):
 
 @IMPLEMENTATIONS
 def test_a_window_is_the_state_to_go_on_from(implementation, device):
-    """SGLang's verification: the window of the last accepted token continues the sequence."""
+    """As in SGLang's verification of drafts, decoding continues from a token's saved window."""
     x, weight = torch.randn(2, 9, 12, device=device), torch.randn(12, 4, device=device)
     pool = torch.randn(2, 12, 3, device=device)
     before = pool.clone()
@@ -221,7 +221,10 @@ def test_slots_in_order_are_none_of_them_padding(implementation, device):
 
 @IMPLEMENTATIONS
 def test_wrong_numbers_that_nobody_saw(implementation, device):
-    """On the CPU an error. On a device only that sequence is NaN, and its state is unchanged."""
+    """Wrong slots and counts are errors on the CPU.
+
+    On a device only that sequence's y is NaN, and its state is unchanged.
+    """
     x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(4, 8, 5, device=device)
     before = pool.clone()
@@ -242,7 +245,7 @@ def test_wrong_numbers_that_nobody_saw(implementation, device):
 
 @IMPLEMENTATIONS
 def test_starts_that_nobody_saw(implementation, device):
-    """On the CPU an error. On a device y is NaN, and the states are unchanged."""
+    """Wrong starts are an error on the CPU. On a device y is NaN, and the states are unchanged."""
     x, weight = torch.randn(1, 9, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(2, 8, 3, device=device)
     before = pool.clone()
@@ -383,7 +386,7 @@ def test_explain():
 
 
 def test_windows_may_be_one_memory_a_token_apart():
-    """SGLang keeps them so. Any other overlap is refused."""
+    """SGLang's windows overlap: each begins one token later. Any other overlap is refused."""
     inputs = {"x": torch.randn(2, 3, 8), "weight": torch.randn(8, 4)}
     shared = torch.zeros(2, 8, 3 + 2)
     windows = shared.as_strided((2, 3, 8, 3), (shared.stride(0), 1, shared.stride(1), 1))

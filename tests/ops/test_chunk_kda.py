@@ -1,5 +1,4 @@
-"""Kimi Delta Attention against fla's recurrence and our recurrent rule, also under
-strong decays."""
+"""Kimi Delta Attention against fla's recurrence and ours, also under strong decays."""
 
 import math
 
@@ -121,7 +120,7 @@ def test_one_decay_for_all_keys_is_the_gated_delta_rule(implementation, device):
 
 
 def test_chunks_of_one_token_are_the_recurrent_rule():
-    """Chunks of one token give the bits of the recurrent rule, and so does the consistent mode."""
+    """chunk_size=1 and NPU_OPS_CONSISTENT give the bits of fused_recurrent_gated_delta_rule."""
     inputs = call(2)
     del inputs["chunk_size"]
     gates = {"gk": inputs["g"], "g": None}

@@ -33,7 +33,7 @@ def drawn(device):
 
 
 def alone(x, gate_up, down, weights, index):
-    """Compute each token by its own experts, added in the order of expert ids."""
+    """Compute each token alone: the outputs of its experts, added in the order of expert ids."""
     found = []
     for row, names, own in zip(x, index.tolist(), weights, strict=True):
         parts = []
@@ -86,7 +86,7 @@ if "npu" in devices():
     @on_npu
     @MODES
     @pytest.mark.parametrize("as_list", [False, True])  # MindSpeed has one matrix per expert
-    @pytest.mark.parametrize("sums", [unpermuted, finalized])  # by vllm-ascend and by SGLang
+    @pytest.mark.parametrize("sums", [unpermuted, finalized])  # of vllm-ascend, of SGLang
     def test_they_give_a_token_its_own_bits(device, mode, as_list, sums):
         x, gate_up, down, weights, index = drawn(device)
         with mode():
@@ -97,7 +97,7 @@ if "npu" in devices():
 
     @on_npu
     def test_gradients_are_of_all_that_was_given(device):
-        """torch_npu computes weight gradients with group_type 2; our patch passes such calls on."""
+        """torch_npu's weight gradients use group_type 2, which the patch passes on to torch_npu."""
         x, gate_up, *_ = drawn(device)
         ends = torch.tensor([0, 4, 4, 9, 20, 23], device=device)
 
@@ -146,7 +146,7 @@ if "npu" in devices():
     @on_npu
     @pytest.mark.parametrize("sums", [unpermuted, finalized])
     def test_the_sum_has_the_dtype_of_its_rows_under_autocast(device, sums):
-        """There PyTorch's sum is fp32. verl's FSDP actor computes under autocast."""
+        """Under autocast, torch's own sum is fp32. verl's FSDP actor computes under autocast."""
         x, _, _, weights, index = drawn(device)
         rows, place, _ = routed(x, index)
         expected = sums(rows, place, weights, index)

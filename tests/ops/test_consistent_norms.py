@@ -106,7 +106,7 @@ if "npu" in devices():
     @on_npu
     @MODES
     def test_autocast_leaves_a_layer_norm_its_dtype(device, mode):
-        """Its bf16 and fp32 kernels round a few elements differently."""
+        """layer_norm's bf16 and fp32 kernels round a few elements differently."""
         draw = torch.Generator().manual_seed(0)
         x = torch.randn(4096, 32, generator=draw).to(device, torch.bfloat16)
         weight, bias = torch.ones_like(x[0]), torch.zeros_like(x[0])

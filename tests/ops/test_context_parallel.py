@@ -62,7 +62,7 @@ def contiguous(ranks):
 
 
 def zigzag(ranks, starts):
-    """Return the tokens of each rank: of each sequence a chunk and its mirror image."""
+    """Return the tokens of each rank r: chunks r and 2 * ranks - 1 - r of each sequence."""
     found = [[] for _ in range(ranks)]
     for span in zip(starts, starts[1:], strict=False):
         chunks = torch.arange(*span).reshape(2 * ranks, -1)
@@ -72,7 +72,7 @@ def zigzag(ranks, starts):
 
 
 def check_group(call, group, device="cpu"):
-    """Outputs, the last rank's final state and all gradients are those of the whole."""
+    """Outputs, the last rank's final state and all gradients equal those of one rank."""
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     _check(call, group, device, contiguous(ranks)[rank], rank == ranks - 1)
 
@@ -88,7 +88,10 @@ def check_packed(call, group, device="cpu"):
 
 
 def _check(call, group, device, span, last, starts=None, **layout):
-    """Compare this rank's part with the whole; last: whether it has the last final state."""
+    """Compare this rank's part with the whole sequence on one rank.
+
+    last: whether this rank has the final state of the last sequence.
+    """
     function, make = CALLS[call]
     inputs, lengths = make(batch=2 if starts is None else 1), {}
     if starts is not None:
@@ -191,7 +194,10 @@ def alone(tmp_path):
 @pytest.mark.parametrize("call", ["v first", "silu"])
 @pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
 def test_one_rank_has_the_whole(alone, call, layout):
-    """One rank, in this process for mutation tests. States are returned only on request."""
+    """Run one rank in this process, so that mutation tests cover it.
+
+    The final state is returned only on request.
+    """
     function = {"v first": npu_ops.chunk_gated_delta_rule, "silu": npu_ops.causal_conv1d}[call]
     given = CALLS[call][1](batch=1)
     lengths = {} if layout is None else {"cu_seqlens": torch.tensor([0, 8, 8, 48, 72])}
@@ -218,7 +224,10 @@ def test_what_other_ranks_have_is_the_initial_state(monkeypatch):
 @pytest.mark.parametrize("call", ["v first", "silu"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_wrong_lengths(alone, call, layout, monkeypatch):
-    """On the CPU an error. On a device the kernel gets wrong lengths too, and returns NaN."""
+    """On the CPU wrong cu_seqlens raise an error.
+
+    On a device, the lengths of a rank's part are wrong too, so its kernel returns NaN.
+    """
     function, make = CALLS[call]
     wrong = {
         (1, 40): "got 1 first and 40 last, needs 0 and up to 75",

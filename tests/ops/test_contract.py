@@ -1,8 +1,11 @@
 """The contract: what every op promises, tested with the CASES and CALLS of its `cases.py`.
 
-`test_<op>.py` has what one op promises beyond it, `test_every_function.py` how functions refuse
-calls, `test_defaults.py` torch's global defaults, and `test_rewritten.py` memory that changes
-without torch's notice.
+Other files test more:
+
+- `test_<op>.py`: what one op promises beyond the contract
+- `test_every_function.py`: how functions refuse calls
+- `test_defaults.py`: torch's global defaults
+- `test_rewritten.py`: memory that changes without torch's notice
 """
 
 import contextlib
@@ -24,12 +27,12 @@ from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.core.registry import Table, launched_by
 
 # Attention has its own tests. Each implementation supports only some calls, and results may be
-# -inf.
-# Its CPU kernel is torch's: its bits depend on the number of threads, and autocast converts its
-# inputs as it does for torch's attention.
+# -inf. Its CPU kernel is torch's: its bits depend on the number of threads, and autocast converts
+# its inputs as it does for torch's attention.
 COMPARES_ITSELF = {"attention"}
 OURS = [op for op in ops() if op not in COMPARES_ITSELF]
-# Their reference runs token by token; large cases are compared with transformers' chunked form.
+# Large cases of these ops are not compared with the reference here: it runs token by token, or for
+# attention needs memory for all pairs. Their own tests compare with torch or transformers.
 LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule", "chunk_kda"}
 TRAINING = [call for call in CALLS.values() if differentiable(call)]
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
@@ -123,7 +126,7 @@ def test_threads_change_nothing(op):
 
 @every_call
 def test_what_no_kernel_writes_is_nan(call):
-    """Otherwise tests would miss an element that a kernel does not write."""
+    """In tests, outputs are NaN before a kernel runs, so that an element that it skips shows."""
     with launched_by(lambda table, chosen, args: None):
         outputs = function_of(call)(**call.arguments())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -132,7 +135,7 @@ def test_what_no_kernel_writes_is_nan(call):
 
 @pytest.mark.parametrize("op", ops())
 def test_a_call_without_tokens_launches_no_kernel(op):
-    """Holds for each function of an op: a grid of no programs is an error on an NPU."""
+    """A launch with 0 programs is an error on an NPU. Tests each function of an op."""
     launched = []
     for case in {cases.function(op, case): case for case in cases.of(op).CASES}.values():
         empty = dataclasses.replace(case, tokens=0, large=False)
@@ -246,8 +249,7 @@ def test_the_reference_computes_in_fp64_for_fp64_alone(call):
     launch, dtypes = Table.launch, Dtypes()
 
     def watched(table, chosen, arguments):
-        """Enter the mode around the kernel: outside it a mode sees only our operator, not what it
-        calls."""
+        """Enter the dispatch mode inside our operator, to see the torch operators that it calls."""
         with dtypes:
             launch(table, chosen, arguments)
 
@@ -368,7 +370,7 @@ def test_gradcheck(call):
 
 @every_training_call
 def test_each_gradient_alone(call):
-    """A gradient alone equals the one computed among all."""
+    """A gradient computed alone equals the one computed together with all others."""
     wrt, arguments = differentiable(call), call.arguments(**call.fixed)
     every = support.evaluate(function_of(call), arguments, wrt)
     for name in wrt:
@@ -416,7 +418,7 @@ def copied(args, leaves):
 
 
 def of_the_dtype(op):
-    """Names of the arguments that have a case's dtype; the others are always fp32."""
+    """Return the names of the arguments that have a case's dtype; other floats are always fp32."""
     small = [case.inputs(torch.bfloat16) for case in cases.of(op).CASES if not case.large]
     return {n for x in small for n, value in x.items() if _dtype(value) == torch.bfloat16}
 

@@ -24,7 +24,7 @@ def on_an_npu(monkeypatch):
 
 @pytest.mark.parametrize("declined", DECLINED, ids=str)
 def test_an_implementation_says_what_it_does_not_take(declined, on_an_npu):
-    """It takes the same call without the change, or ranks behind another implementation."""
+    """Without the change, the implementation takes the call, or another one comes first."""
     call = CALLS[declined.call]
 
     def why_not(change):

@@ -1,4 +1,4 @@
-"""Every op under other global defaults of torch, which model loaders set: the same bits."""
+"""Ops keep their bits under other default dtypes and devices of torch, as model loaders set."""
 
 import contextlib
 

@@ -159,7 +159,7 @@ def test_a_gradient_of_each_sample(call, name):
 
 @every_float
 def test_forward_mode_is_refused(call, name):
-    """There is no forward-mode derivative, and torch would silently use 0."""
+    """npu-ops has no forward-mode derivatives, for which torch would silently use 0."""
     value = call.arguments()[name]
     function = getattr(npu_ops, call.function)
     arguments = call.arguments()
@@ -320,7 +320,7 @@ def test_memory_is_looked_at_in_graphs_for_any_length(parts):
     cos, sin = torch.randn(2, 9, 8)
     refused = None if parts[1].start == 4 else "has too"
     if refused is None and Version(torch.__version__) < Version("2.10.dev0"):
-        refused = "is not tracked with proxy"  # and so are torch's own operators: docs/help.md
+        refused = "is not tracked with proxy"  # torch's operators fail too: docs/help.md
     with pytest.raises(Exception, match=refused) if refused else contextlib.nullcontext():
         for length in (5, 6, 7):
             fused = torch.randn(2, length, 7, 8)

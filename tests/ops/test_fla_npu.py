@@ -97,7 +97,7 @@ def test_chunks_that_it_does_not_take_are_declined_by_name(why, monkeypatch):
 
 
 def test_one_that_does_not_work_is_declined(monkeypatch):
-    """Without CANN importing it raises, which must only decline it."""
+    """Importing fla_npu raises without CANN. Dispatch must then decline it."""
     fla_npu_double.install(monkeypatch)
     monkeypatch.delattr(sys.modules["fla_npu.ops.ascendc"], "ASCENDC_CTYPES_OPS")
     case = next(iter(cases_of("causal_conv1d")))

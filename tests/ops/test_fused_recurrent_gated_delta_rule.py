@@ -37,7 +37,7 @@ def compare(inputs, implementation, device, tolerances=TOLERANCES):
 
 
 def by_matrices(q, k, v, g, beta, initial_state, scale):
-    """One head, as in the paper: S = alpha (I - beta k k^T) S + beta k v^T, in fp64."""
+    """Compute one head as in the paper: S = alpha (I - beta k k^T) S + beta k v^T, in fp64."""
     state, outputs = initial_state.double(), []
     eye = torch.eye(k.shape[-1], dtype=torch.float64)
     for t in range(q.shape[0]):

@@ -134,7 +134,7 @@ def test_a_row_of_zeros_normalizes_to_zeros(implementation, device):
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_padding_and_other_slots_are_untouched(pool, v_first, implementation, device):
-    """They keep their bits, and skipped rows read 0, whatever their inputs hold."""
+    """Other slots keep their bits, and padded sequences read 0, whatever their inputs hold."""
     inputs = arguments(12, 6, v_first, pool)
     inputs["state_indices"] = torch.tensor([7, -1, 2, -1, -1, 3], dtype=torch.int32)
     inputs["state"][[0, 1, 4, 5, 6, 8]] = float("nan")
@@ -244,7 +244,7 @@ def test_nothing_is_copied():
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_many_tokens_are_single_steps(pool, v_first, implementation, device):
-    """With an fp32 pool. A bf16 pool is rounded after each step, hence a wider tolerance."""
+    """The tolerance is 1e-6 with an fp32 pool, wider with bf16: it is rounded after each step."""
     inputs = arguments(24, 6, v_first, pool)
     o, state, _ = run(implementation, device, inputs)
     one_by_one, outputs = inputs["state"], []
@@ -258,7 +258,7 @@ def test_many_tokens_are_single_steps(pool, v_first, implementation, device):
 
 
 def plain_sequence(inputs, steps):
-    """Return o and the states after each of `steps` tokens per sequence, by the reference."""
+    """Return the reference's o, and the states before and after each of `steps` tokens."""
     outputs, states = [], [inputs["state"][inputs["state_indices"]]]
     state = inputs["state"]
     for step in range(steps):
@@ -386,7 +386,7 @@ def out_of_range():
 @pytest.mark.parametrize("what", out_of_range())
 @IMPLEMENTATIONS
 def test_out_of_range(what, implementation, device):
-    """On the CPU an error. On a device the sequence reads NaN, and the others are computed."""
+    """On the CPU bad values raise an error. On a device only that sequence's o is NaN."""
     inputs = arguments(6, 3) | out_of_range()[what]
     if device == "cpu":
         before = moved(inputs, torch.clone)

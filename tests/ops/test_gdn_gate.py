@@ -26,7 +26,7 @@ run = support.runner(npu_ops.gdn_gate, "gdn_gate", DIFFERENTIABLE)
 
 
 def formula(a, A_log, dt_bias, b):
-    """The two formulas in Qwen3NextGatedDeltaNet.forward."""
+    """Compute g and beta as in Qwen3NextGatedDeltaNet.forward."""
     beta = b.sigmoid()
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias)
     return g, beta
@@ -38,7 +38,7 @@ def formula(a, A_log, dt_bias, b):
 @IMPLEMENTATIONS
 @support.parametrize_dtypes()
 def test_formula_of_transformers(dtype, implementation, device):
-    """Gradients come from autograd in fp32, because in bf16 it rounds within b's sigmoid."""
+    """Expected gradients come from autograd in fp32: in bf16 it rounds within b's sigmoid."""
     inputs = CASES[1].inputs(dtype)
     del inputs["allow_neg_eigval"]
     expected = support.evaluate(formula, support.floats(inputs, torch.float32), DIFFERENTIABLE)
@@ -98,7 +98,7 @@ def test_no_overflow(A_log, implementation, device):
      (-90, 3e38), (300, -290)],
 )  # fmt: skip
 def test_finite_wherever_the_result_is(A_log, a, implementation, device):
-    """The product stays finite though one factor overflows or vanishes, and so do gradients."""
+    """g and its gradients stay finite, though exp(A_log) overflows or softplus(a) vanishes."""
     inputs = {"a": torch.tensor([[a]]).float(), "A_log": torch.tensor([A_log]).float()}
 
     def scaled(a, A_log):

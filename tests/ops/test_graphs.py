@@ -35,8 +35,8 @@ def tensors(inputs) -> dict:
 def chosen():
     """Yield (op, case, implementation, device) for NPUs.
 
-    Dropout is left out, as the host draws its seeds, and so is the vendor's attention, which takes
-    few of these calls.
+    Left out are dropout, whose seeds the host draws, and the vendor's attention, which takes few of
+    these calls.
     """
     for op in ops():
         for case in cases.of(op).CASES:

@@ -78,7 +78,7 @@ def test_the_vendors_product_is_left_out_where_bits_are_promised(monkeypatch):
 
 
 def test_a_format_of_the_vendors_is_no_matter_for_the_reference(monkeypatch):
-    """The reference refuses it: falling back silently would change a call's bits."""
+    """The reference refuses a private format: a silent fallback would change a call's bits."""
     monkeypatch.setattr(formats, "format_why_not", lambda x: "the vendor's format 29")
     x, weight, offs = torch.ones(3, 4), torch.ones(2, 5, 4), torch.tensor([1, 3])
     with forced("reference", "grouped_linear"), pytest.raises(ValueError, match="x: got the vend"):

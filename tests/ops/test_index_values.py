@@ -37,7 +37,7 @@ class Index:
 
 
 def wrong_starts(x):
-    """Return wrong cu_seqlens. Ending before the last token is right, see test_lengths.py."""
+    """Return wrong cu_seqlens. They may end before the last token, see test_lengths.py."""
     last = int(x[-1])
     return {
         "negative": replaced(x, 0, -1),
@@ -279,7 +279,7 @@ def test_wrong_index_values_raise(call, compiled, dtype):
 
 
 def in_dtype(inputs, dtype):
-    """Convert the floating tensors. No kernel takes fp64, so with it the reference runs."""
+    """Convert the floating tensors. No kernel takes fp64, so the reference runs such calls."""
     return {
         name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()

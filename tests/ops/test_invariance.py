@@ -69,8 +69,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=named)
 # Packed sequences
 
 
-# Rope's rows are below. Raw betas use PyTorch's sigmoid, whose CPU kernel rounds the elements past
-# the last whole vector differently.
+# rope is tested by rows, below. Calls with raw betas are left out: they use PyTorch's sigmoid. Its
+# CPU kernel rounds the elements past the last whole vector differently.
 SEQUENCES = [
     packed
     for packed in PACKED
@@ -156,7 +156,7 @@ def test_a_sequence_is_as_alone_whatever_lengths_are_beside_it(
 # Rows
 
 
-ROWS = {  # function: its op, arguments with one row per token, and what makes all arguments
+ROWS = {  # function: its op, arguments with one row per token, and a function that draws all
     "l2norm": ("l2norm", ("x",), lambda t, draw: {"x": draw(t, 3, 128)}),
     "rms_norm_gated": ("rms_norm_gated", ("x", "z"), lambda t, draw: {
         "x": draw(t, 3, 128), "z": draw(t, 3, 128), "weight": draw(128)}),
@@ -346,7 +346,7 @@ DECODING = decoding_calls()
 )
 @pytest.mark.parametrize("pool_dtype", DTYPES, ids=lambda dtype: f"pool-{named(dtype)}")
 def test_a_sequence_decodes_as_alone(name, implementation, device, pool_dtype):
-    """Its bits do not depend on its slot, neighbours, padding rows or the rest of the pool."""
+    """A sequence's bits do not depend on slot, neighbours, padding rows or the rest of the pool."""
     call, tokens, pool, indices, more = DECODING[name]
     # conv states are rows of x, so x has their dtype
     dtype = pool_dtype if pool == "conv_state" else torch.bfloat16
@@ -391,8 +391,8 @@ def test_a_sequence_decodes_as_alone(name, implementation, device, pool_dtype):
 def layer(tokens, lengths, dtype):
     """Return the inputs of a Gated Delta Net layer's rule: raw gates, packed sequences.
 
-    With fewer than 32 value heads, PyTorch's exp on CPUs rounds elements past the last two vectors
-    differently.
+    There are 32 value heads: with fewer, PyTorch's exp on CPUs rounds elements past the last two
+    vectors differently.
     """
     draw = torch.Generator().manual_seed(0)
 
@@ -495,7 +495,7 @@ def test_training_prompts_and_decoding_are_consistent(op, implementation, device
 
 @every_rule
 def test_gradients_of_the_consistent_mode(op, implementation, device):
-    """They equal those of the default mode up to rounding, as both run the chunked backward."""
+    """Gradients equal the default mode's up to rounding: both modes run the chunked backward."""
     lengths = (5, 90, 1, 44)
     x = on_device(layer(sum(lengths), lengths, torch.float32), device)
     gradient = torch.ones_like(x["v"])

@@ -142,7 +142,7 @@ LAYOUTS = pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_any_layout(make, implementation, device):
-    """The same for any strides of x and of the gradient, which both stay unchanged."""
+    """Results are the same for any strides of x and of the gradient; x stays unchanged."""
     x = make().to(device)
     dense = run(implementation, {"x": x.clone(memory_format=torch.contiguous_format)})
     before = x.clone()
@@ -173,7 +173,7 @@ def test_fake_is_like_real(make, dtype):
 
 
 def test_a_slice_of_a_fused_projection_is_not_copied():
-    """Nor is a transposed batch of one. Only the output and the gradient are allocated."""
+    """A transposed batch of one is not copied either: only output and gradient are allocated."""
     fused = torch.randn(64, 3 * 4 * 32)
     for x in (fused[:, 128:256].unflatten(1, (4, 32)), torch.randn(1, 8, 64, 16).transpose(1, 2)):
         leaf = x.detach().requires_grad_()

@@ -254,7 +254,7 @@ def test_every_function_with_lengths_is_here():
 def by_implementation():
     for packed in PACKED:
         for chosen in implementations(Table.tables[packed.op]):
-            if chosen.values[0] == "aclnn":  # it takes lengths from the host, see checks.py
+            if chosen.values[0] == "aclnn":  # takes lengths from the host only
                 continue
             name = f"{packed}-{'-'.join(chosen.values)}"
             yield pytest.param(packed, *chosen.values, id=name, marks=chosen.marks)
@@ -313,14 +313,14 @@ def gradients_of(packed):
 
 
 def forced_all(packed, implementation):
-    """Force forward and backward, if there is one, by one implementation."""
+    """Force one implementation for the forward, and for the backward if there is one."""
     names = [n for n in Table.tables if n in (packed.op, f"{packed.op}_backward")]
     return forced(implementation, *names)
 
 
 @every
 def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
-    """They are 0 whatever inputs and gradients hold there, and change no other result or sum."""
+    """Such rows are 0 whatever inputs and gradients hold there, and change no other result."""
     call = packed.call()
     for name in packed.tokens:
         behind(packed, name, call[name])[...] = NAN
@@ -347,7 +347,7 @@ def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
 def with_host_lengths(packed):
     """Return the same calls in bf16 with lengths on the host too, as the vendor's operator needs.
 
-    They return no lse, because its backward takes no gradient of it.
+    They return no lse, because the operator's backward takes no gradient of lse.
     """
 
     def make(draw, t, n):
@@ -417,9 +417,11 @@ def test_wrong_lengths_are_refused_on_the_cpu(packed):
 
 @every
 def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
-    """All outputs and gradients of tokens are NaN, with two exceptions.
+    """All outputs and gradients of tokens are NaN, with three exceptions.
 
-    Elements that rope does not rotate are copied, and the gradient of a residual is 0.
+    - Elements that rope does not rotate are copied.
+    - The gradient of a residual is 0.
+    - Gradients of keys with lengths of their own are not checked.
     """
     call = packed.call()
     for what, value in wrong(call[packed.name]).items():
@@ -446,7 +448,7 @@ if RETURNING:  # on the CPU such calls raise, see above
 
     @pytest.mark.parametrize("packed, implementation, device", RETURNING)
     def test_states_of_wrong_lengths_are_nan(packed, implementation, device):
-        """Final states, and the gradients of the initial ones."""
+        """Final states are NaN, and so are the gradients of initial states."""
         call = packed.call() | {"output_final_state": True}
         for what, value in wrong(call[packed.name]).items():
             with forced_all(packed, implementation):

@@ -1,5 +1,4 @@
-"""qk_norm_rope against transformers' layers, and against our norms and rotations
-called separately."""
+"""qk_norm_rope against transformers' layers and the reference: tables, caches, views, gradients."""
 
 import dataclasses
 
@@ -231,7 +230,7 @@ def test_heads_with_one_gradient(implementation, device):
 
 
 def test_a_wide_head_is_not_for_an_npu():
-    """The CPU kernel takes it; Triton and AscendC decline it with a reason."""
+    """The CPU kernel takes heads of 640; Triton and AscendC decline them with a reason."""
     inputs = Case("wide", 2, 1, 1, 640, 640).inputs(torch.float32)
     expected = run("reference", support.floats(inputs, torch.float64))
     support.assert_all_close(run("cpu", inputs), expected, TOLERANCES)

@@ -74,7 +74,7 @@ def test_what_was_rewritten_is_read_again(op):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("packed", [False, True])
 def test_angles_on_a_device(device, packed):
-    """Rewritten through `.data`, because NumPy cannot write to device memory."""
+    """Tensors are rewritten through `.data`, because NumPy cannot write to device memory."""
     q, freqs, other = (torch.randn(8, n, 1, 16).to(device) for n in (1, 1, 1))
     starts, others = (torch.tensor([0, n, 8], device=device) for n in (3, 6))
     q, packing = (q[:, 0], {"layout": "TND", "max_seqlen": 8}) if packed else (q, {})

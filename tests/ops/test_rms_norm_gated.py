@@ -1,4 +1,4 @@
-"""rms_norm_gated: every implementation against the reference, and that against other code."""
+"""rms_norm_gated: implementations against the reference, that against transformers and torch."""
 
 import itertools
 

@@ -27,12 +27,12 @@ PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
     ],
 )
 def test_philox_known_answers(counter, key, words):
-    """The philox4x32 10 vectors of Random123's kat_vectors."""
+    """Test vectors of philox4x32 with 10 rounds, from Random123's kat_vectors."""
     assert tuple(int(word) for word in rng.philox4x32(counter, key)) == words
 
 
 def philox(counter, key):
-    """Philox4x32-10 in Python integers."""
+    """Compute Philox4x32-10 with Python integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -76,7 +76,10 @@ def convs():
 
 
 def check(function, call, tokens, implementation, device):
-    """`tokens` of the output are 0; all else is as if their rows held valid numbers."""
+    """Fill the skipped sequence's rows with NaN. Its output is 0, and no other result changes.
+
+    tokens: the skipped rows of each argument that has a row per token.
+    """
     for name in tokens:
         call[name] = call[name].clone()
         rows = call[name].flatten(0, 1) if call[name].dim() == 3 else call[name]

@@ -1,4 +1,4 @@
-"""softplus with other beta and threshold: functions that compute gates use gdn_gate's formula."""
+"""gated_delta_rule_update with other beta and threshold of softplus: its gates are gdn_gate's."""
 
 import pytest
 import torch

@@ -84,7 +84,7 @@ def test_both_in_one_have_the_bits_of_two_tensors(shape, dtype, implementation, 
 
 @IMPLEMENTATIONS
 def test_a_token_is_computed_by_itself(implementation, device):
-    """Its bits do not depend on other tokens."""
+    """A token's bits do not depend on other tokens."""
     inputs = on_device(drawn(70, 1216, dtype=torch.bfloat16), device)
     whole = run(implementation, inputs)
     for rows in (slice(0, 1), slice(5, 22)):
@@ -111,7 +111,7 @@ def test_views_of_one_buffer_are_not_copied():
 
 
 def test_backward_keeps_the_inputs_alone():
-    """It recomputes silu(gate) instead of saving it."""
+    """The backward recomputes silu(gate) instead of saving it."""
     kept = []
     inputs = [x.requires_grad_() for x in drawn(4, 8).values()]
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):

@@ -52,7 +52,7 @@ def refusals(call):
 
 
 def refusals_of_given(wrong):
-    """Yield the same for tensors that only some valid calls have."""
+    """Yield (error, message, change) for tensors that only some valid calls have."""
     arguments, usual = right(wrong), CALLS[wrong.call].tensors()
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and name not in usual:
@@ -128,15 +128,14 @@ def call_right(wrong, device):
 @pytest.mark.parametrize("device", devices())
 @every_wrong
 def test_a_wrong_call_is_refused_in_one_way(wrong, device):
-    """The same message in the first, second and fifth call, without gradients and
-    by the reference."""
+    """The message stays the same: in later calls, without gradients and by the reference."""
     if wrong.reads and device != "cpu":
         return call_right(wrong, device)  # each op's own tests cover devices
     first = complaint(wrong, device)
     assert first.startswith(wrong.says) and FORM.match(first)
     assert ".h:" not in first and ".cpp:" not in first
     known, names = inspect.signature(function_of(wrong)).parameters, NAMES.match(first)
-    assert not names or names[1] not in known or names[2] in known  # callers know qkv's k
+    assert not names or names[1] not in known or names[2] in known  # qkv's k is no parameter
     later = [complaint(wrong, device)]
     for _ in range(3):
         call_right(wrong, device)

@@ -88,7 +88,10 @@ def attention_reads_masks_and_lengths_again():
 
 @check("early")
 def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
-    """Only if MindSpeed's arguments declare masks as general is a given mask applied."""
+    """With mask type causal or no_mask a given mask is ignored.
+
+    With MindSpeed's attention_mask_type "general", a causal layer applies it too.
+    """
     import megatron_cpu
     import torch
     from megatron.core.transformer import enums
@@ -125,7 +128,7 @@ def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
 
 @check("early")
 def a_row_that_sees_no_key_is_0_and_in_megatron_the_mean_of_all_values():
-    """docs/frameworks.md says so. All other rows are the same."""
+    """docs/frameworks.md documents this difference. All other rows are the same."""
     import megatron_cpu
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -148,7 +151,7 @@ def a_row_that_sees_no_key_is_0_and_in_megatron_the_mean_of_all_values():
 
 @check("early")
 def multi_latent_attention_trains():
-    """Needs no Transformer Engine. Megatron's own DotProductAttention cannot train it."""
+    """The adapter needs no Transformer Engine. Megatron's DotProductAttention cannot train MLA."""
     import megatron_cpu
 
     try:

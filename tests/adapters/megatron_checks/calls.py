@@ -45,7 +45,7 @@ def calls_reach_npu_ops():
 
 @check("early")
 def swiglu_calls_reach_npu_ops():
-    """Each of Megatron's forms, forward and backward, has the formula's numbers."""
+    """Each of Megatron's SwiGLU functions gives the formula's results, forward and backward."""
     import torch
     from npu_ops_tools import demo_model
 
@@ -76,7 +76,7 @@ def swiglu_calls_reach_npu_ops():
 
 @check("early")
 def swiglu_of_other_calls_is_megatrons():
-    """float64 calls, and all calls with NPU_OPS_CONSISTENT: bit for bit."""
+    """Megatron computes float64 calls, and all with NPU_OPS_CONSISTENT, with the formula's bits."""
     import torch
     from npu_ops_tools import demo_model
 

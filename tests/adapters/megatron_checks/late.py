@@ -19,7 +19,7 @@ def nothing_is_registered():
 
 @release.check("late")
 def jit_fuser_is_undone():
-    """Every function decorated in the source is compiled before, and plain afterwards."""
+    """Every function decorated in the source is compiled before `apply`, and plain afterwards."""
     import npu_ops_adapters
     import torch
     from npu_ops_adapters.megatron import jit_fuser

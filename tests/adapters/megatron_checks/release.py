@@ -15,7 +15,7 @@ SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 GDN = "megatron.core.ssm.gated_delta_net"
 TRANSFORMER = "megatron.core.transformer"
-BRIDGE = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"  # a stand-in for it
+BRIDGE = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"  # the stand-in in doubles/
 CHECKPOINT = "megatron.core.tensor_parallel.random"
 TARGETS = {
     (f"{JIT}:jit_fuser", "jit_fuser"),

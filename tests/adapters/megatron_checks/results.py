@@ -138,7 +138,7 @@ def rope_results() -> dict:
 
 
 def configurations():
-    """Yield stand-ins for a TransformerConfig. They are fused if Megatron has a fused function."""
+    """Yield stand-ins for a TransformerConfig, with rope fusion if Megatron has fused rope."""
     fused = sys.modules[ROPE].fused_apply_rotary_pos_emb is not None
     for section in (None, [4, 2, 2]):
         yield types.SimpleNamespace(
@@ -294,7 +294,7 @@ def gated_delta_net_results() -> dict:
 
 
 def gated_delta_net_layer(**config):
-    """Return a layer with weights like trained ones and slow decays; all gradients count."""
+    """Return a layer with weights like trained ones and slow decays: every gradient matters."""
     import megatron_cpu
     import torch
 

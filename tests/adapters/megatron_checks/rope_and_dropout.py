@@ -13,7 +13,7 @@ from megatron_checks.results import angles, apply, leaf, outcome, packed
 
 @check("early")
 def lists_of_tensors_pass_checkpointing():
-    """Lists among arguments and results, like Qwen3-VL's deepstack features."""
+    """Arguments and results may be lists of tensors, like Qwen3-VL's deepstack features."""
     import torch
     from megatron.core import tensor_parallel
 

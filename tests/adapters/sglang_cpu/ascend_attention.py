@@ -209,7 +209,7 @@ def what_a_draft_model_reads_again():
 
 @check
 def a_captured_step_reads_its_lengths_from_the_device():
-    """SGLang updates a captured call's lengths by argument name, which does not work with ours."""
+    """torch_npu updates lengths in captured calls by argument name, but only of its operators."""
     for rule in RULES[1:]:
         Case((1, 1, 1), graph=True, **rule).holds("forward_decode_graph")
         Case((1, 1, 1), graph=True, **rule).holds("forward_decode")  # calls forward_decode_graph
@@ -235,7 +235,7 @@ def a_captured_call_that_is_updated_by_name_stays():
 
 @check
 def a_mode_over_dispatch_sees_ours_and_nothing_inside():
-    """torch_npu uses such a mode to find the operators whose lengths a replay may change."""
+    """torch_npu uses a dispatch mode to find operators whose lengths a replay may change."""
     seen = []
 
     class Recorded(TorchDispatchMode):
@@ -273,7 +273,7 @@ def what_is_not_ours_is_left_before_anything_is_written():
 
 
 def left(name, case) -> str:
-    """Return why ours declines, before it writes; the hook then calls SGLang's own function."""
+    """Return why npu-ops declines, before it writes; the hook then calls SGLang's own function."""
     from npu_ops_adapters.sglang import ascend_attention
 
     ours = {

@@ -1,4 +1,4 @@
-"""Check the hooks in one process; print a line of JSON for each check, [name, error].
+"""Check npu-ops's hooks in SGLang in one process; print a line of JSON per check, [name, error].
 
 python -m sglang_cpu.each checks
 
@@ -73,7 +73,7 @@ def states(rows=None):
 
 @check
 def a_hook_of_another_plugin_leaves_ours_in_force():
-    """Its function becomes the one that ours falls through to, by SGLang's order of hooks."""
+    """By SGLang's order of hooks, npu-ops falls back to the other plugin's function."""
     assert theirs_of_another_plugin in closed_over(theirs(DECODE))
 
 
@@ -288,8 +288,8 @@ def a_prefill_updates_the_pool_and_knows_the_states_between_chunks():
             close(states[slot], after[0], 2e-4)
     untouched = [1, 2, 4]
     assert states[untouched].equal(before[untouched])
-    # Chunks for 70, 0, 150 and 64 tokens: 2 + 0 + 3 + 1. Row 4 is the third's state after 128
-    # tokens.
+    # Chunks for 70, 0, 150 and 64 tokens: 2 + 0 + 3 + 1. Row 4 is the state of the third sequence
+    # after 128 tokens.
     found = between.squeeze(0)[torch.tensor([1, 4])]
     _, after = token_by_token(inputs, before[3], 0, 64)
     close(found[0], after[0], 2e-4)
@@ -489,7 +489,7 @@ def a_vision_tower_attends_within_its_images():
 
 @check
 def a_vision_tower_reads_its_lengths_again():
-    """Other code may have written to the memory of the lengths."""
+    """Other code may have written to the memory of the lengths between two calls."""
     vision = importlib.import_module(VISION)
     settings = {"head_dim": 24, "num_heads": 4, "num_kv_heads": 4, "flatten_batch": True}
     tower = vision.QKV_BACKEND_IMPL["ascend_attn"](**settings)

@@ -108,7 +108,7 @@ CHOSEN = torch.tensor([[2, 0, -1], [4, 1, 3], [0, -1, -1], [5, 9, 8]], dtype=tor
 
 @check
 def a_prompt_attends_to_its_chosen_keys():
-    """Rows past the indexer's are padding."""
+    """Rows of q past the indexer's rows are padding."""
     for shape in ((64, 2, 16), (8, 8, 2, 16)):
         for consistent in ("", "tokens"):
             with env.override(consistent=consistent):

@@ -60,7 +60,7 @@ def compare(actual, expected, dtype):
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         there = expected[name]
-        nothing = there == -torch.inf  # the log of a sum of nothing
+        nothing = there == -torch.inf  # lse of a query that sees no key
         assert torch.equal(value.cpu() == -torch.inf, nothing), name
         tidy = [x.cpu().masked_fill(nothing, 0) for x in (value, there)]
         assert_close(name, *tidy, TOLERANCES[dtype])

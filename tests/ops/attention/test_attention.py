@@ -63,7 +63,7 @@ def test_against_reference(case, dtype, implementation, device):
 @pytest.mark.slow
 @parametrize_cases(CASES, large=True)
 def test_large_against_torch(case):
-    """The reference would need memory for all pairs, so torch computes each sequence alone."""
+    """Compare with torch, one sequence at a time: the reference needs memory for all pairs."""
     inputs = case.inputs(torch.bfloat16)
     actual = npu_ops.attention(**inputs)
     starts = inputs.get("cu_seqlens_q")
@@ -175,7 +175,7 @@ def test_paged_as_servers_call_it(queries, packed, block_size, device):
         starts = torch.arange(4) * queries
         inputs |= {"q": q.flatten(0, 1), "layout": "TND", "cu_seqlens_q": starts}
         inputs |= {"cu_seqlens_cpu": starts, "max_seqlen_q": queries}
-    for b, length in enumerate(lengths):  # rows past the end are NaN: they must not be read
+    for b, length in enumerate(lengths):  # block ids past the end are invalid: never read them
         unused = table[b, -(-length // block_size) :]
         table[b, -(-length // block_size) :] = torch.full_like(unused, 2**30)
     out = npu_ops.attention(**moved(inputs, device), seqlens_k_cpu=lengths).cpu()
@@ -405,7 +405,7 @@ def test_any_call_is_right_or_refused(device, count):
                 expected = evaluate(npu_ops.attention, wide, wrt)
         ran += 1
         assert actual.keys() == expected.keys(), seed
-        # gradients may be 0 up to rounding, so no relative error
+        # gradients may be 0 up to rounding, so errors are relative to 1 + |expected|
         for name, value in actual.items():
             error = (value.cpu() - expected[name]).nan_to_num().abs() / (1 + expected[name].abs())
             missing = (value.cpu() == -torch.inf) != (expected[name] == -torch.inf)

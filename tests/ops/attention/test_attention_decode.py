@@ -124,7 +124,7 @@ def test_native_code_checks_what_it_follows(name, value):
     table, seqlens = inputs["block_table"], inputs["seqlens_k"]
     {"seqlens_k": seqlens, "block_table": table}[name][1] = value
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-    assert library.native_why_not() is None  # and loads it
+    assert library.native_why_not() is None  # also loads the native library
     with pytest.raises(RuntimeError, match=rf"{name}: got {value}, needs 0 to"):
         torch.ops.npu_ops.attention_decode_cpu(q, k, v, table, seqlens, 1.0, out, lse)
     assert not out.any() and not lse.any()

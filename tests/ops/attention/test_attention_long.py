@@ -49,7 +49,7 @@ def test_scores_that_are_all_nan_are_not_no_keys(asked, keys):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_that_share_keys_are_queries_of_one_head(dtype, monkeypatch):
-    """Then a decoding step reads each key once, not once per query head."""
+    """Query heads that share keys become queries of one head, so decoding reads each key once."""
     draw, flash, asked = torch.Generator().manual_seed(0), cpu._flash, []
     q, k, v = (
         torch.randn(3, n, h, 16, generator=draw).to(dtype) for n, h in ((1, 8), (40, 2), (40, 2))

@@ -252,7 +252,8 @@ STARTS = {"layout": "TND", "cu_seqlens_q": torch.tensor([0, 17, 40])}
 BLOCKS = {"block_table": torch.tensor([[3, 0, 2]], dtype=torch.int32)}
 
 
-# EVERY includes the vendor's operators, which compute a dropped weight's value times 0.
+# EVERY includes the vendor's operators. They multiply the value of a dropped weight by 0, so a NaN
+# in it reaches the output.
 EVERY = implementations(op.forward.table)
 OURS = pytest.mark.parametrize(
     "implementation, device", [p for p in EVERY if p.values[0] in ("cpu", "reference")]
@@ -362,7 +363,7 @@ def test_nan_in_a_key_is_in_the_outputs_of_queries_that_see_it(mask, implementat
 @pytest.mark.parametrize("keys", [1, 3, 15, 40])
 @pytest.mark.parametrize("asked", [{}, {"is_causal": True}, {"window": (1, 1)}], ids=str)
 def test_scores_that_are_all_nan_are_not_no_keys(asked, keys, implementation, device):
-    """If a row's scores are all NaN, so is its output; below 16 keys torch's kernel gives 0."""
+    """If all scores of a query are NaN, so is its output. torch's kernel gives 0 below 16 keys."""
     q, k, v = (torch.randn(1, n, 2, 16, device=device) for n in (3, keys, keys))
     q[:, 1] = torch.nan
     with forced(implementation, *OPS):

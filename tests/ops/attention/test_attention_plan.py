@@ -181,8 +181,10 @@ def random_spec(draw: random.Random) -> AttentionSpec:
 
 
 def test_any_spec_has_a_plan_or_a_sentence():
-    """Each of 2000 random specs gets one consistent plan, with a reason per
-    operator passed over."""
+    """Each of 2000 random specs gets an error or one consistent plan.
+
+    The plan has a reason for each operator passed over.
+    """
     planned = 0
     for seed in range(2000):
         spec = random_spec(random.Random(seed))

@@ -73,7 +73,7 @@ def test_any_shape(
 def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
     queries, keys, dim, alignment, broken, place, value
 ):
-    """Holds for outputs and gradients, as in `test_what_takes_no_part_does_not_matter`."""
+    """A NaN or infinity in a row changes only the outputs and gradients that depend on the row."""
     inputs = leaves(1, queries, keys, 4, 2, dim, dim, torch.float32, False)
     inputs["dout"] = torch.ones_like(inputs["q"])
     of_keys = broken in "kv"
@@ -101,7 +101,7 @@ def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
 
 @pytest.mark.parametrize("length", [short.LONGEST, short.LONGEST + 1])
 def test_as_long_as_it_is_made_for(length, asked):
-    """One token past its longest length another kernel runs, and both results are right."""
+    """Up to LONGEST tokens the kernel for short sequences runs, for one token more another one."""
     inputs = leaves(1, length, length, 2, 1, 16, 16, torch.float32, False) | {"is_causal": True}
     actual = run(inputs, ("q", "k", "v"), "cpu")
     assert asked == (["forward", "backward"] if length == short.LONGEST else [])
@@ -128,8 +128,10 @@ def test_each_packed_sequence_by_its_length(asked):
 
 
 def test_gradients_that_lie_otherwise(asked):
-    """Gradients have the strides of their inputs, but the native backward writes
-    only dense rows."""
+    """Gradients have the strides of their inputs.
+
+    The native backward writes only dense rows, so another kernel runs here.
+    """
     inputs = leaves(1, 9, 9, 2, 2, 16, 16, torch.float32, False)
     inputs = {name: x.transpose(1, 3).contiguous().transpose(1, 3) for name, x in inputs.items()}
     actual = run(inputs, ("q", "k", "v"), "cpu")

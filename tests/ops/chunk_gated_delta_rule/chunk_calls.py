@@ -14,6 +14,6 @@ run = runner(delta_rule, OP, DIFFERENTIABLE)
 
 
 def qkv(batch=1, tokens=40, heads=1, value_heads=2, dtype=torch.float32, correlated=False, seed=0):
-    """Return arguments by name. Shapes are always alike, because each needs a compilation."""
+    """Return arguments by name. Tests share few shapes: each new one needs a compilation."""
     size = batch, tokens, heads, value_heads, 16, 24
     return delta_rule_calls.qkv(*size, dtype, correlated, seed) | {"chunk_size": 16}

@@ -59,7 +59,7 @@ def test_large_against_transformers(case):
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
 @pytest.mark.parametrize("tokens", [1, 16, 31, 130])
 def test_a_chunk_changes_nothing(chunk_size, tokens):
-    """Any chunk size gives the result of the recurrence, which has its own kernels."""
+    """Any chunk size gives the result of the recurrent op, which has kernels of its own."""
     inputs = qkv(2, tokens, 2, 4, correlated=True) | {"chunk_size": chunk_size}
     names = (*BY_TOKEN, "initial_state")
     actual = evaluate(delta_rule, inputs, names)
@@ -83,7 +83,7 @@ def gates(kind, like):
 @pytest.mark.parametrize("gate", [0.0, -1e-4, -1.0, "mixed"])
 @pytest.mark.parametrize("correlated", [False, True])
 def test_keys_and_gates(correlated, gate, implementation, device):
-    """With positive keys each token overwrites much of what earlier tokens wrote."""
+    """Correlated keys are all positive, so a token overwrites much of what earlier tokens wrote."""
     inputs = qkv(1, 100, correlated=correlated)
     inputs["g"] = gates(gate, inputs["g"])
     compare(inputs, implementation, device)
@@ -109,7 +109,7 @@ def test_sixteen_thousand_tokens(gate, dtype):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("gate", [-0.35, -40.0])
 def test_gradients_of_gates_do_not_drown(gate, implementation, device):
-    """They are small differences of large terms; rounding must not dominate them."""
+    """Gradients of g are small differences of large terms; rounding must not dominate them."""
     inputs = qkv(1, 100, correlated=True, dtype=torch.bfloat16) | {"chunk_size": 64}
     inputs["g"] = torch.full_like(inputs["g"], gate)
     expected = run("reference", floats(inputs, torch.float64))["gradient of g"]
@@ -138,7 +138,7 @@ def test_a_state_beyond_half(dtype, implementation, device):
 
 
 def not_normalized(dtype, tokens=100):
-    """q and k as a projection leaves them, with norms from 0.1 to 20."""
+    """Return arguments with q and k as a projection leaves them: norms from 0.1 to 20."""
     inputs = qkv(1, tokens, dtype=dtype)
     lengths = torch.logspace(-1, 1.3, tokens, dtype=torch.float32)[:, None, None]
     inputs |= {"q": inputs["q"] * lengths, "k": inputs["k"] * lengths.flip(0)}
@@ -147,7 +147,7 @@ def not_normalized(dtype, tokens=100):
 
 
 def normalize_first(q, k, use_qk_l2norm_in_kernel, **rest):
-    """The formula: normalise q and k before the rule; fp64 loses nothing by that."""
+    """Normalise q and k before the rule. In fp64 the extra rounding does not matter."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     return delta_rule(q, k, **rest)
 
@@ -193,7 +193,7 @@ def test_a_prompt_leaves_what_decoding_does():
         rows, inputs["g"][0], b[0], A_log, dt_bias, pool, torch.tensor([0]), state_v_first=False,
     )  # fmt: skip
     assert_close("state", state, pool, Tolerance(2e-6, 2e-6))
-    # of 2400 values some round the other way
+    # a few of the 4800 bf16 values round the other way
     assert_close("o", o[0], decoded, Tolerance(2e-4, 4e-3))
 
 
@@ -254,7 +254,7 @@ def test_flas_metadata_changes_nothing():
 
 
 def test_gates_and_betas_of_other_dtypes():
-    """They are converted to fp32, and their gradients have the inputs' dtypes."""
+    """g and beta are converted to fp32, and their gradients have the inputs' dtypes."""
     inputs = qkv(dtype=torch.bfloat16)
     inputs |= {name: inputs[name].half() for name in ("g", "beta")}
     actual = evaluate(delta_rule, inputs, ("g", "beta"))

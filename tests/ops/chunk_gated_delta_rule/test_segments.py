@@ -1,4 +1,4 @@
-"""Long sequences with few heads: on an NPU column blocks and segments run in parallel."""
+"""Long sequences with few heads: an NPU runs column blocks of V and segments in parallel."""
 
 import pytest
 import torch
@@ -144,11 +144,10 @@ def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16, backward=
         ((1, 32, 512), [("forward", 24, 128), ("forward", 16, 64)]),
         ((8, 4, 512), [("forward", 24, 128), ("forward", 16, 64)]),
         ((1, 32, 256), [("forward", 24, 128)]),  # too short to be worth a second launch
-        # of the 16 heads left, two column blocks each do not fit 24 cores
+        # 16 heads are left; two column blocks for each do not fit 24 cores
         ((1, 40, 512), [("forward", 24, 128)]),
-        # Segments per head: 4 with 4 heads, 7 with 2, 13 with 1. All but the first segment also
-        # compute
-        # M, with as many columns as h.
+        # Segments per head: 4 with 4 heads, 7 with 2, 13 with 1. A segment maps a state S to
+        # M S + h. All but the last compute h; all but the first and last compute M, as wide as h.
         ((1, 4, 4096), [("ends", 20, 128), ("join", 16, 32), ("forward", 16, 128)]),
         ((2, 1, 8192), [("ends", 22, 128), ("join", 8, 32), ("forward", 14, 128)]),
         ((1, 1, 16384), [("ends", 23, 128), ("join", 4, 32), ("forward", 13, 128)]),

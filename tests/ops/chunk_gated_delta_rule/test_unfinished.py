@@ -65,7 +65,7 @@ CUTS = [(1,), (64,), (65,), (3, 130), (10, 20, 63, 64, 65, 128), (0, 70, 70), (*
 @every_implementation(op.prefill)
 @every_dtype
 def test_a_prompt_that_is_cut_anywhere_is_as_uncut(implementation, device, dtype):
-    """It also equals training. Some cuts decode one token at a time."""
+    """Results also equal those of training. Some cuts decode one token at a time."""
     x = on_device(tokens(150, dtype), device)
     close = functools.partial(torch.testing.assert_close, **same_bits(implementation))
     with (
@@ -114,7 +114,10 @@ def test_sequences_go_on_together(implementation, device):
 
 @every_implementation(op.prefill)
 def test_tokens_of_nobody_get_0_and_wrong_states_and_lengths_nan(implementation, device):
-    """On the CPU both are errors. On a device a wrong state gives NaN in its own sequence only."""
+    """On the CPU a wrong state and wrong lengths raise errors.
+
+    On a device a wrong state gives NaN in its own sequence only, wrong lengths in all.
+    """
     x, lengths = on_device(tokens(20), device), (7, 9)
     with torch.no_grad(), forced(implementation, "chunk_gated_delta_rule"):
         packed = {"cu_seqlens": starts(lengths, device)}
@@ -140,8 +143,10 @@ def test_tokens_of_nobody_get_0_and_wrong_states_and_lengths_nan(implementation,
 
 @on_npu
 def test_a_long_prompt_of_few_heads_is_as_alone(device):
-    """Outside the consistent mode, cores left idle by other sequences compute
-    segments in parallel."""
+    """Without NPU_OPS_CONSISTENT, idle cores compute segments in parallel, which changes bits.
+
+    How many cores are idle depends on the other sequences of the batch.
+    """
     count = 65 * CHUNK
     x = tokens(count + 11, torch.bfloat16, heads=1, value_heads=1, keys=16, values=16)
     x["g"] /= 1000  # so a state outlasts a segment
@@ -163,7 +168,7 @@ def test_a_required_gradient_is_refused():
 
 
 def test_a_state_has_the_tokens_of_its_unfinished_chunk():
-    """Other code can read them: one row per key, then values, g and beta, then the token count."""
+    """Tokens follow the state: one row per key, then values, g and beta, then the token count."""
     x = tokens(70)
     with torch.no_grad():
         _, state = npu_ops.chunk_gated_delta_rule(

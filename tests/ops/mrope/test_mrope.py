@@ -74,7 +74,7 @@ def chunked_axis(j, section):
 
 
 def interleaved_axis(j, section):
-    """Assign frequencies to T, H, W in turn; once an axis has all its own, T gets its turns."""
+    """Assign frequencies to T, H, W in turn. Once H or W has all of its own, T gets its turns."""
     owner = "THW"[j % 3]
     return owner if owner == "T" or j // 3 < section["THW".index(owner)] else "T"
 
@@ -125,7 +125,7 @@ def by_hand(x, positions, theta, section, section_layout, pair_layout):
 def test_section_and_pair_layouts(
     section, section_layout, pair_layout, half_table, implementation, device
 ):
-    """All four combinations, which give four different results."""
+    """Tests all four combinations of section layout and pair layout."""
     positions = torch.randint(50, (3, 6))
     q = torch.randn(6, 1, 28)
     cos, sin = tables(positions, 24, 1e4, pair_layout, half_table)
@@ -199,8 +199,10 @@ def rotary_embedding(kind, head_dim, section, theta=1e4, **parameters):
 )
 @pytest.mark.parametrize("batch", [1, 3])
 def test_against_transformers(module, kind, head_dim, rotary_dim, section, section_layout, batch):
-    """With tables merged by transformers and unmerged ones for ours, q, k and
-    gradients are equal."""
+    """transformers gets tables merged over the axes, npu-ops unmerged ones.
+
+    q, k and their gradients are equal.
+    """
     embedding = rotary_embedding(
         kind, head_dim, section, partial_rotary_factor=rotary_dim / head_dim
     )
@@ -328,7 +330,7 @@ def test_cached_text_positions_are_plain_rope_exactly(
 @SECTION_LAYOUTS
 @PAIRS
 def test_cached_form_is_the_form_with_tables(section_layout, pair_layout, implementation, device):
-    """It also takes q and k with flattened heads, as serving engines have them."""
+    """The cached form also takes q and k with flattened heads, as serving engines have them."""
     q, k = (x[0].to(device) for x in qkv())
     cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
     positions = torch.randint(50, (3, 9), device=device)
@@ -479,7 +481,7 @@ def qwen2_vl_text():
 
 @pytest.mark.parametrize("make", [qwen3_vl_text, qwen2_vl_text])
 def test_model_with_our_mrope(make, monkeypatch):
-    """Given the three axes unmerged, our mrope leads to the same hidden states and gradients."""
+    """With tables unmerged over the axes, our mrope gives the same hidden states and gradients."""
     torch.manual_seed(0)
     module, model, embedding, section_layout = make()
     section = model.config.rope_parameters["mrope_section"]

@@ -282,7 +282,7 @@ def test_unused_output_needs_no_gradient():
     q, k = (x.requires_grad_() for x in qkv())
     q_out, _ = rope(q, k, *table(9, 16), layout="BSND")
     grads = torch.autograd.grad(q_out.square().sum(), (q, k))
-    torch.testing.assert_close(grads[0], 2 * q)  # so the gradient through the rotated q is q's own
+    torch.testing.assert_close(grads[0], 2 * q)  # a rotation keeps |q|
     assert torch.equal(grads[1], torch.zeros_like(k))
 
 

@@ -83,7 +83,7 @@ def test_what_it_declines(name, dtype, changes, said, monkeypatch):
 
 
 def test_tables_of_another_dtype_are_declined(monkeypatch):
-    """The operators would round them; our kernels and the reference never do."""
+    """torch_npu's operators would round the tables; our kernels and the reference never do."""
     given = named_case("qwen3-vl-8b-tp1-t64").inputs(torch.bfloat16)
     assert "are bfloat16, bfloat16, float32, float32" in declined(given, monkeypatch)
 

@@ -108,7 +108,10 @@ def test_ranks_together_are_the_whole(cp_size):
 
 
 def test_max_seqlen_says_which_freqs_are_per_token():
-    """With as many rows as tokens and no max_seqlen, each token has its own row."""
+    """freqs with more rows than max_seqlen have a row per token, others a row per position.
+
+    Without max_seqlen, freqs with as many rows as tokens have a row per token.
+    """
     q, freqs, cu_seqlens = torch.randn(8, 1, 16), angles(8, 16), torch.tensor([0, 3, 8])
     packing = {"layout": "TND", "cu_seqlens": cu_seqlens}
     own = rope_freqs(q, None, freqs, layout="TND")[0]
@@ -133,7 +136,7 @@ def test_padding_after_the_last_sequence_is_finite():
 
 
 def test_bf16_freqs_are_not_rounded_again():
-    """Their cos and sin are computed and kept in fp32."""
+    """cos and sin of bf16 freqs are computed and kept in fp32."""
     q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16).bfloat16()
     out, _ = rope_freqs(q, None, freqs)
     assert_close("q", out, megatron_loop(q, freqs, "half"), BOTH_ROUND[torch.float32])

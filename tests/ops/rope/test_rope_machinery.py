@@ -58,8 +58,7 @@ def test_inplace_is_allowed_where_nothing_is_recorded(context):
 
 
 def test_the_operator_takes_two_dtypes():
-    """The reference computes such calls; kernels take one dtype, and public
-    functions refuse two."""
+    """The reference computes calls with two dtypes. Kernels and public functions take one."""
     q, k = torch.randn(2, 9, 4, 16)
     cos, sin = (t[None] for t in table(9, 16))
 

@@ -1,6 +1,6 @@
-"""Modes of torch_npu's npu_rotary_mul that are no pair layout of ours: refused, with an equivalent.
+"""Modes of npu_rotary_mul that npu-ops lacks are refused; the error names an equivalent call.
 
-Tables that require a gradient are refused too, as none of our rotations computes it.
+Tables that require a gradient are refused too, because no rotation of npu-ops computes it.
 """
 
 import pytest
@@ -20,8 +20,10 @@ def rotated(x, angles, **settings):
 
 
 def mode(x, turned, angles):
-    """npu_rotary_mul's formula. cos and sin are as wide as x, `turned` is x with
-    its pairs turned."""
+    """Compute npu_rotary_mul's formula, x * cos + turned * sin, with tables as wide as x.
+
+    turned: x with each pair (a, b) replaced by (-b, a).
+    """
     cos, sin = (f(angles).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
     return x * cos + turned * sin
 

@@ -1,4 +1,4 @@
-"""This process's arguments, to which `repatch` adds."""
+"""The arguments of this process; `repatch` adds to them."""
 
 import argparse
 

@@ -7,7 +7,7 @@ from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 
 def repatch(args):
     MindSpeedFeaturesManager.remove_patches()
-    items = args.items() if BRANCH != "core_r0.18" else vars(args).items()  # as in slime
+    items = args.items() if BRANCH != "core_r0.18" else vars(args).items()  # for slime's Namespace
     for name, value in items:
         setattr(get_full_args(), name, value)
     MindSpeedFeaturesManager.apply_features_pre_patches(get_full_args())

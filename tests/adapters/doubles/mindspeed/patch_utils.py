@@ -50,7 +50,7 @@ class Patch:
         self.is_applied, self.final_patch_func = True, final
 
     def _swap(self, module, old, new):
-        """Replace `old` in every module that holds the same object under that name."""
+        """Replace `old` by `new` in a module that holds that object under the function's name."""
         if getattr(module, self.orig_func_name, self) is old:
             setattr(module, self.orig_func_name, new)
 

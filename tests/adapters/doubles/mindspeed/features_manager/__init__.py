@@ -7,7 +7,10 @@ from mindspeed.features_manager.fusions.fused_rope import FusedRoPEFeature
 
 
 class RequirementsBasicFeature(MindSpeedFeature):
-    """Patches the modules that Megatron imports. From core_r0.18 on MegatronAdaptor has it."""
+    """Replaces torch.compile and torch.jit.script; from core_r0.18 on MegatronAdaptor does.
+
+    core_r0.16 also replaces two functions of fla.
+    """
 
     def __init__(self):
         super().__init__("requirements-basic", 0)

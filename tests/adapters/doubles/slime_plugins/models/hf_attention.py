@@ -1,4 +1,4 @@
-"""v0.2.2's: sums gradients over ranks although each rank has the whole gradient."""
+"""slime v0.2.2's attention: it sums gradients over ranks, although each has the whole gradient."""
 
 from megatron.core import tensor_parallel
 

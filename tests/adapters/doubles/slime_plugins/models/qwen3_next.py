@@ -1,4 +1,4 @@
-"""v0.2.2's: the delta rule does not get the ends of sequences."""
+"""slime v0.2.2's Qwen3-Next: the delta rule does not get cu_seqlens."""
 
 
 def chunk_gated_delta_rule(x, cu_seqlens=None):

@@ -1,4 +1,4 @@
-"""In torch, a CANN operator that the emulated NPU lacks: write new keys and values to the cache."""
+"""Two CANN operators that the emulated NPU lacks, in torch: they write new rows to caches."""
 
 import torch_npu
 

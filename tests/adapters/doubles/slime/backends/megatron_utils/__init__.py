@@ -1,4 +1,4 @@
-"""Chooses the accelerator, then imports Megatron-LM."""
+"""Chooses the accelerator when imported; the real module then imports Megatron-LM."""
 
 import sys
 

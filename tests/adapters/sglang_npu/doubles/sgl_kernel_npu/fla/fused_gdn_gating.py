@@ -1,4 +1,4 @@
-"""The kernel's parameters, computed by npu-ops."""
+"""The kernels' signatures. The functions raise, because npu-ops must replace them."""
 
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 

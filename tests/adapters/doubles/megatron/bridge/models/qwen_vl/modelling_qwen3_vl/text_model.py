@@ -1,4 +1,4 @@
-"""Rotary embeddings: one lacks the argument that programs pass, the other has it."""
+"""Rotary embeddings: one lacks the argument `packed_seq_params`, the other has it."""
 
 
 class Qwen3VLTextRotaryEmbedding:
