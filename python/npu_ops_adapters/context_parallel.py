@@ -66,14 +66,14 @@ def chunks_of(group) -> tuple[int, int]:
 
 
 class Packed(NamedTuple):
-    """This rank's chunks as packed sequences, and which gathered rows are their keys.
+    """This rank's two chunks of N sequences as 2 N packed sequences, with the rows of their keys.
 
     All tensors are in host memory.
     """
 
     queries: torch.Tensor  # int32 [2 N + 1]: starts of the chunks, then the end of the last
     keys: torch.Tensor  # int32 [2 N + 1]: the same for the keys of each chunk
-    rows: torch.Tensor  # int64: the gathered row of each key
+    rows: torch.Tensor  # int64: the row of each key among the keys gathered from all ranks
 
     @property
     def longest(self) -> tuple[int, int]:
