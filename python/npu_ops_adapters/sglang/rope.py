@@ -14,7 +14,7 @@ _PARAMETERS = ("self", "positions", "query", "key", "offsets", "fused_set_kv_buf
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the methods from which SGLang selects one per instance."""
+    """Patch `forward_npu` and `forward_native`, of which each embedding uses one."""
     home = functions.rotary_embedding("base")
     yield functions.replaced(
         f"{home}:RotaryEmbedding.forward_npu",

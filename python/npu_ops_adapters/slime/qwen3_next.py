@@ -24,9 +24,9 @@ from npu_ops_adapters.patching import Patch
 _LAYERS = "slime_plugins.models.qwen3_next"
 _AROUND = "slime_plugins.models.hf_attention"
 _GATHER = "gather_from_sequence_parallel_region"
-_ALONE = "tensor_parallel_output_grad"  # its argument: False where each rank computes all
+_ALONE = "tensor_parallel_output_grad"  # argument of _GATHER; False: ranks have whole gradients
 
-_now = threading.local()  # .lengths: of the layer that runs now
+_now = threading.local()  # .lengths: cu_seqlens of the layer that this thread runs
 
 
 def patches() -> Iterable[Patch]:
