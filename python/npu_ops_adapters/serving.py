@@ -62,7 +62,10 @@ def fell_back(framework: str, name: str, reason: Exception) -> None:
 
 
 class NotOursError(ValueError):
-    """A call that npu-ops never takes: on another device, or inside torch.compile."""
+    """A call that npu-ops leaves to the framework on purpose, e.g. on another device.
+
+    Its reason is not logged.
+    """
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def why_not(config: Any) -> str | None:
 
 
 def _theirs() -> list[type]:
-    """Return Megatron's classes, or MindSpeed's replacements of them."""
+    """Return Megatron's classes of core attention, or MindSpeed's replacements of them."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in (_LOCAL, _ENGINE))
     return [value for value in found if isinstance(value, type)]
 
@@ -123,8 +123,8 @@ def _replace_init(original: Callable) -> Callable:
 def _module(original: type) -> type:
     """Return the class that replaces `original` in a spec.
 
-    It is made on demand, because its base class is Megatron's, and Megatron may not be imported
-    when this file is.
+    The class is made on demand, because its base class is Megatron's. Megatron may not be imported
+    yet when this file is.
     """
     base = sys.modules["megatron.core.transformer.module"].MegatronModule
     is_engine = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)

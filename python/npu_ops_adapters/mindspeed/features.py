@@ -190,9 +190,7 @@ def _forget(registry, target: str, patch) -> None:
 
 
 def _feature() -> Any:
-    """Return npu-ops' feature. It is always the same object, so MindSpeed's lists can be searched
-    for it.
-    """
+    """Return npu-ops' feature: always the same object, so it can be found in MindSpeed's lists."""
     if not _features:
         base = next(vars(sys.modules[m])[name] for m, name in _BASES.items() if m in sys.modules)
         _features.append(_class(base)())

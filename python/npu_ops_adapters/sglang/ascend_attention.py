@@ -97,7 +97,7 @@ def verify(
         ends = self.forward_metadata.actual_seq_lengths_q
         starts = torch.nn.functional.pad(ends, (1, 0))
         return call.several_each(starts, each, self.forward_metadata.seq_lens)
-    tokens = _tokens(q, forward_batch)  # padded sequences have lengths too
+    tokens = _tokens(q, forward_batch)  # SGLang also passes lengths of padding sequences
     lengths = [each] * (tokens // each) if verified else forward_batch.extend_seq_lens_cpu
     starts = [start for start in _starts(lengths) if start <= tokens]
     keys = self.forward_metadata.seq_lens_cpu_int

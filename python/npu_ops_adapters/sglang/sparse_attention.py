@@ -83,7 +83,8 @@ def largest(score, lengths, topk, row_starts=None):
     functions.check_device(score)
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     out = lengths.new_full((score.shape[0], topk), -1, dtype=torch.int32)
-    if env.settings.consistent:  # training calls topk on the span alone: equal scores, same choice
+    if env.settings.consistent:
+        # Among equal scores, topk chooses as in training only if it gets the span alone.
         for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             found = score[row, start : start + length].topk(min(topk, length)).indices
             out[row, : found.shape[0]] = found.to(torch.int32)

@@ -85,7 +85,7 @@ def _begin_first(original: Callable) -> Callable:
 
 
 def _begin(engine: Any) -> bool:
-    """Begin an update. Return False if the server needs no such request."""
+    """Begin an update. Return False if the server does not know this request."""
     try:
         engine._make_request("begin_weight_update")
     except sys.modules[_HOME].requests.exceptions.HTTPError as error:

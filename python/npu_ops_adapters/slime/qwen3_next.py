@@ -3,7 +3,7 @@
 1. The delta rule does not get `cu_seqlens`: the state of a packed sequence passes into the next.
    slime fixed this in v0.2.3 (#1686).
 2. With sequence parallelism, gradients are summed over ranks although each rank already has the
-   full gradient, so they are too large by the number of ranks. slime fixed this in v0.2.4 (#1748).
+   full gradient. They are too large by the number of ranks. slime fixed this in v0.2.4 (#1748).
 
 npu-ops detects both in slime's source, and logs each once.
 """

@@ -51,7 +51,11 @@ def _replace(original: Callable) -> Callable:
 
 
 def _is_ours(layer, x, cu_seqlens, cu_seqlens_cpu) -> bool:
-    """Return whether the lengths cover all ranks' tokens and the heads divide by the ranks."""
+    """Return whether npu-ops supports the call.
+
+    cu_seqlens must end at the number of all ranks' tokens. The number of ranks must divide the
+    numbers of heads.
+    """
     ranks = ulysses.size()
     total = int((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)[-1])
     shared = layer.num_k_heads % ranks == 0 and layer.num_v_heads % ranks == 0

@@ -30,7 +30,7 @@ def rank() -> int:
 def gather_tokens(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
     """Exchange a span of tokens with all heads for all tokens with this rank's share of the heads.
 
-    tokens, heads: the numbers of these dimensions of x.
+    tokens, heads: the indices of these dimensions of x.
     """
     return sys.modules[_MODULE].gather_seq_scatter_heads(x, seq_dim=tokens, head_dim=heads)
 
