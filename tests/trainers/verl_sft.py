@@ -3,8 +3,8 @@
 python -m torch.distributed.run --no-python -- python verl_sft.py FOLDER WHO RUNS
 
 FOLDER: has the models.
-WHO: "shipped", with verl's NPU patches and without npu-ops; "npu_ops", the other way round;
-"truth", on the CPU without either.
+WHO: "shipped", with verl's NPU patches alone; "npu_ops", with npu-ops, which keeps its functions
+when verl applies these patches; "truth", on the CPU without either.
 RUNS: JSON, {name: list of overrides of verl's configuration}.
 
 For each run FOLDER/WHO gets NAME.jsonl, verl's metrics of each step, and NAME.RANK.json, the calls

@@ -1,10 +1,10 @@
 """verl's processes import this by `model.external_lib`: the rollout, and the workers' records.
 
-GRPO_WHO: who computes, as for verl_sft.py. After a worker has sent its weights, it writes
-RESULTS.RANK.json: calls of each operator and, for each pass of actor or reference, each sequence's
-log-probabilities by its tokens.
+GRPO_WHO: who computes, WHO of verl_sft.py. After a worker has sent its weights, it writes
+RESULTS.RANK.json, with the calls of each operator. For each pass of actor or reference, the file
+maps each sequence's tokens to its log-probabilities.
 
-rollout.engine_kwargs.transformers: {"results": RESULTS, ...}; the others are verl_rollout.py's.
+rollout.engine_kwargs.transformers: {"results": RESULTS, ...}; verl_rollout.py reads the others.
 """
 
 from __future__ import annotations
