@@ -32,7 +32,7 @@ def main(folder: str, who: str, runs: str) -> None:
     from verl.utils.checkpoint import checkpoint_handler
     from verl.utils.device import auto_set_device
 
-    if who == "truth":  # saved tensors are loaded back to a device by number
+    if who == "truth":  # to save, verl moves the model to a device number, which a CPU lacks
         checkpoint_handler.CheckpointHandler.save_checkpoint = lambda self, step: None
     keep_process_group(sft_trainer)
     calls = collections.Counter()

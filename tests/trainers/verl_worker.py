@@ -54,7 +54,7 @@ def begin() -> None:
     verl_rollout.register(f"{__name__}.Weights")
     engine_workers.ActorRolloutRefWorker.actor_worker_cls = Worker
     engine_workers.ActorRolloutRefWorker.ref_worker_cls = Worker
-    if WHO == "truth":  # weights move to a device number, and through pinned memory
+    if WHO == "truth":  # verl needs a device number and pinned memory, which a CPU lacks
         transformer_impl.load_fsdp_model_to_gpu = lambda model: None
         torch.Tensor.pin_memory = lambda self: self
     verl_sft.count(CALLS, WHO)
