@@ -173,14 +173,13 @@ def is_watched(name: str) -> bool:
 
 
 def model_of_transformers(name: str) -> str | None:
-    """Return the model that a module of transformers defines: "qwen3" for
-    `...qwen3.modeling_qwen3`."""
+    """Return the model that a transformers module defines: `...qwen3.modeling_qwen3` -> "qwen3"."""
     found = name.startswith(_MODELS) and _MODEL.fullmatch(name, len(_MODELS))
     return found[1] if found else None
 
 
 def unwatch() -> None:
-    """Undo `watch`."""
+    """Remove the import hook that `watch` has installed."""
     for finder in _finders():
         sys.meta_path.remove(finder)
 
