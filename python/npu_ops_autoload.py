@@ -1,8 +1,11 @@
-"""Applies the adapters when a framework is imported. torch calls `install` during its own import.
+"""Applies npu-ops' patches (`npu_ops_adapters`) to a framework when it is imported.
 
-An exception here would make `import torch` fail. So this file and `npu_ops_import_hook` use only
-the standard library, import the rest of npu-ops only after a watched module was imported, and turn
-any error into one warning: the framework then runs its own code.
+torch calls `install` during its own import (entry point group `torch.backends`). An exception here
+would make `import torch` fail. So this file and `npu_ops_import_hook`:
+
+- use only the standard library;
+- import the rest of npu-ops only when a framework that npu-ops patches is imported;
+- turn any error into one warning: the framework then runs its own code.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ def install() -> None:
     """Watch imports, and apply the adapters to modules that are already imported. Never raises."""
     try:
         import npu_ops_import_hook
-    except ImportError as error:  # a new checkout with an older editable install
+    except ImportError as error:  # an editable install that is older than npu_ops_import_hook
         logging.getLogger("npu_ops").warning("no adapters: %s; install npu-ops again", error)
         return
     with npu_ops_import_hook.reporting:
-        # Read here too, not only in npu_ops.core.env: it must work even if npu_ops cannot be
+        # npu_ops.core.env reads NPU_OPS_DISABLE, too. But `all` must work even if npu_ops cannot be
         # imported.
         if "all" in os.environ.get("NPU_OPS_DISABLE", "").replace(" ", "").split(","):
             return

@@ -1,7 +1,7 @@
-"""The import hook: calls a function after each watched module has run, or before it runs.
+"""Import hook: calls a function after a watched module has run, or before an awaited module runs.
 
-Shared by `npu_ops_autoload` and `npu_ops_adapters`, and imports neither. It uses only the standard
-library, because `import torch` runs it.
+`npu_ops_autoload` and `npu_ops_adapters` use this file; it imports neither of them. It uses only
+the standard library, because `import torch` runs it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ WATCHED = frozenset(
     }
 )
 
-# Reported before they run: another package must be imported before the modules they import.
+# Modules that the hook reports before they run. This one imports Megatron-LM, and MindSpeed must be
+# imported first.
 AWAITED = frozenset({"slime.backends.megatron_utils"})
 
 _MODELS = "transformers.models."
@@ -155,9 +156,9 @@ _reported: set[str] = set()
 
 
 def watch(callback: Callback, before: Callback | None = None) -> None:
-    """Call `callback` after each run of a watched module, and `before` before an awaited one runs.
+    """Call `callback` after each run of a watched module, `before` before an awaited module runs.
 
-    They replace earlier callbacks.
+    They replace the callbacks of an earlier call of `watch`.
     """
     finders = _finders()
     for finder in finders:
@@ -172,14 +173,13 @@ def is_watched(name: str) -> bool:
 
 
 def model_of_transformers(name: str) -> str | None:
-    """Return the model that a module of transformers defines: "qwen3" for
-    `...qwen3.modeling_qwen3`."""
+    """Return the model that a transformers module defines: `...qwen3.modeling_qwen3` -> "qwen3"."""
     found = name.startswith(_MODELS) and _MODEL.fullmatch(name, len(_MODELS))
     return found[1] if found else None
 
 
 def unwatch() -> None:
-    """Undo `watch`."""
+    """Remove the import hook that `watch` has installed."""
     for finder in _finders():
         sys.meta_path.remove(finder)
 
@@ -204,7 +204,7 @@ class _Finder:
     def find_spec(self, fullname, path=None, target=None):
         known = is_watched(fullname) or fullname in AWAITED
         if not known or getattr(self._thread, "searching", False):
-            return None  # searching: a similar hook calls us back
+            return None  # if searching: another import hook calls this finder from inside _find
         self._thread.searching = True
         try:
             with reporting:
@@ -232,7 +232,7 @@ class _Loader:
         self._finder = finder
 
     def __getattr__(self, name):
-        if name == "_loader":  # a copy that is not initialised yet
+        if name == "_loader":  # copy.copy asks before _loader is set: avoid endless recursion
             raise AttributeError(name)
         return getattr(self._loader, name)
 

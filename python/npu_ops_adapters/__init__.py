@@ -36,7 +36,7 @@ def patches() -> list[Patch]:
 
 
 def modules() -> frozenset[str]:
-    """Return the modules that patches target, so that the import hook watches them."""
+    """Return the modules that patches may target, also those of frameworks not imported yet."""
     found = [getattr(framework, "modules", list)() for framework in _frameworks()]
     return npu_ops_import_hook.WATCHED.union(*found)
 
@@ -44,8 +44,8 @@ def modules() -> frozenset[str]:
 def plan() -> Statuses:
     """Return what `apply` would do with each patch, as a list that prints as a table.
 
-    The `state` of a row is READY, APPLIED, WAITING (its module is not imported), DISABLED, REFUSED
-    or LEFT (to a framework's registry); see `npu_ops_adapters.patching`.
+    The `state` of a row is READY, APPLIED, WAITING (its module is not imported), DISABLED, REFUSED,
+    KEPT or LEFT (to a framework's registry); see `npu_ops_adapters.patching`.
     """
     _adopt()
     return patching.plan(patches())

@@ -57,7 +57,8 @@ def token_by_token(*, gk=None, gv=None, **call):
     does; that function then runs token by token.
 
     Raises:
-        RuntimeError: NPU_OPS_CONSISTENT is "chunks", and the states carry no unfinished chunk.
+        RuntimeError: NPU_OPS_CONSISTENT is "chunks". In that mode a state must carry the tokens of
+            its unfinished chunk, and the states of the frameworks that call this function do not.
     """
     if env.settings.consistent and gk is gv is None:
         if env.settings.consistent == "chunks":

@@ -1,7 +1,7 @@
 """Core attention with context parallelism: ranks share each sequence in Megatron's zigzag layout.
 
-For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r, so that a
-causal mask gives all ranks equal work. Each rank gathers the keys and values of all ranks. Its two
+For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r. So with a
+causal mask all ranks have equal work. Each rank gathers the keys and values of all ranks. Its two
 chunks of queries attend to keys up to their own ends. Gradients are summed over the ranks.
 """
 
@@ -66,14 +66,14 @@ def chunks_of(group) -> tuple[int, int]:
 
 
 class Packed(NamedTuple):
-    """This rank's chunks as packed sequences, and which gathered rows are their keys.
+    """This rank's two chunks of N sequences as 2 N packed sequences, with the rows of their keys.
 
     All tensors are in host memory.
     """
 
     queries: torch.Tensor  # int32 [2 N + 1]: starts of the chunks, then the end of the last
     keys: torch.Tensor  # int32 [2 N + 1]: the same for the keys of each chunk
-    rows: torch.Tensor  # int64: the gathered row of each key
+    rows: torch.Tensor  # int64: the row of each key among the keys gathered from all ranks
 
     @property
     def longest(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Process groups of slime and Relax with newer torch, which has renamed collectives.
 
-Shared by `slime.process_groups` and `relax.process_groups`: both have slime's class.
+Shared by `slime.process_groups` and `relax.process_groups`. Relax has a copy of slime's class
+`ReloadableProcessGroup`, which forwards calls to a group that it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NEW = ("all_gather_single", "all_to_all_single", "reduce_scatter_single")
 
 
 def patches(module: str, op: str, versions: str) -> Iterable[Patch]:
-    """Patch methods of torch's groups that the class does not forward to the group it holds."""
+    """Add methods of torch's ProcessGroup that the class does not forward to the group it holds."""
     there = vars(getattr(sys.modules.get(module), _CLASS, object))
     for name in _NEW:
         if hasattr(torch.distributed.ProcessGroup, name) and name not in there:

@@ -1,4 +1,4 @@
-"""Shared by sglang, vllm: replacing functions for supported calls, and slots of state pools."""
+"""Shared by sglang, vllm: replaces functions for supported calls; reads and writes state pools."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def fell_back(framework: str, name: str, reason: Exception) -> None:
     """Log once that the framework's own function runs, unless that is intended (NotOursError).
 
     Raises:
-        RuntimeError: with NPU_OPS_CONSISTENT: its bits are not the trainer's.
+        RuntimeError: NPU_OPS_CONSISTENT is set: the framework's own function gives other bits than
+            the trainer.
     """
     if env.settings.consistent:
         raise inconsistent(name, reason) from reason
@@ -61,7 +62,10 @@ def fell_back(framework: str, name: str, reason: Exception) -> None:
 
 
 class NotOursError(ValueError):
-    """A call that npu-ops never takes: on another device, or inside torch.compile."""
+    """A call that npu-ops leaves to the framework on purpose, e.g. on another device.
+
+    Its reason is not logged.
+    """
 
 
 @contextlib.contextmanager
@@ -84,7 +88,7 @@ def check_device(x: torch.Tensor, devices: Names = DEVICES) -> None:
 
 
 def refuse(**given) -> None:
-    """Raise ValueError for a used argument that npu-ops does not support."""
+    """Raise ValueError unless all of these arguments, which npu-ops lacks, are None or False."""
     for name, value in given.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: got {type(value).__name__}, needs None")
@@ -113,7 +117,10 @@ def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
 
 
 def tokens_of_sequences(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return x `[T, ...]` and T. If starts are on the CPU, drop x's padding behind the last one."""
+    """Return x `[T, ...]` without the padding after the last sequence, and T with padding.
+
+    starts: cu_seqlens. If they are on a device, their values are not read, and x keeps its padding.
+    """
     tokens = x.shape[0]
     return (x[: int(starts[-1])], tokens) if starts.device.type == "cpu" else (x, tokens)
 

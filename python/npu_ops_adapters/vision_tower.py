@@ -1,7 +1,7 @@
 """Shared by sglang, transformers, vllm: positions in the vision tower of Qwen3-VL and Qwen3.5.
 
-Each framework rounds the position embedding at other places, and servers round the table of angles
-to the tower's dtype. Here each number is rounded once.
+Each framework rounds the position embedding at different places, and servers round the table of
+angles to the tower's dtype. The functions here round each number once.
 """
 
 from __future__ import annotations

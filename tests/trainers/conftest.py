@@ -1,4 +1,7 @@
-"""Trainers started as users start them, in other processes; their results are read from files."""
+"""Fixtures of the trainers' tests. They start trainers in other processes, as users do.
+
+A run's results are read from files.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    """A folder with the models and data that `runs` of the test's module writes."""
+    """Return a folder with the models and data that `runs`, a name in the test's module, writes."""
     folder = tmp_path_factory.mktemp("runs")
     request.module.runs.write(folder)
     return folder
@@ -21,5 +24,5 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(request, folder):
-    """Return a function from a model to its run on the CPU with one rank."""
+    """Return a function from a model to the reference: its run on the CPU with one rank."""
     return functools.cache(functools.partial(request.module.runs.run, folder, "truth"))

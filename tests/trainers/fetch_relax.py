@@ -1,4 +1,4 @@
-"""Makes .cache/trainers/relax-COMMIT: Relax as on NPUs, with npu-ops, and for the CPU.
+"""Makes .cache/trainers/relax-COMMIT: Relax with its NPU patches, without them, and for the CPU.
 
     git clone https://github.com/redai-infra/Relax
     git clone https://github.com/NVIDIA/Megatron-LM
@@ -7,11 +7,17 @@
     git clone https://gitcode.com/Ascend/MindSpeed-Bridge
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
 
-`shipped` has the patches of Relax's docker/npu_patch, `npu_ops` has none. `truth` has those for
-Megatron-LM, and no MindSpeed. The clones are only read.
+The folders:
+
+- `shipped` has the patches of Relax's docker/npu_patch.
+- `npu_ops`, for runs with npu-ops, has none.
+- `truth`, for reference runs on the CPU, has the patch for Megatron-LM. Its runs do not import
+  MindSpeed.
+
+The clones are only read.
 
 RELAX_COMMIT selects another commit of Relax than that of July 2026 on main, e.g. of a fork. Set it
-for the tests too, which look in that commit's folder.
+for the tests too: they look in that commit's folder.
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ def tree(who: str, project: str) -> pathlib.Path:
 
 
 def packages() -> pathlib.Path:
-    """Return the packages that Relax needs beyond slime's and verl's."""
+    """Return the folder of the packages that Relax needs beyond slime's and verl's."""
     return fetching.tree(FOLDER / "packages", "tests/trainers/fetch_relax.py")
 
 
@@ -88,7 +94,7 @@ def fetch(*clones: str) -> None:
 
 @contextlib.contextmanager
 def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
-    """Yield a folder to fill, None if it exists."""
+    """Yield the folder of a project to fill, or None if it exists already."""
     folder = FOLDER / who / project
     if folder.exists():
         yield None
@@ -98,7 +104,10 @@ def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
 
 
 def patch(who: str, project: str, folder: pathlib.Path) -> None:
-    """Apply the patches. Megatron-LM's is only for reading the truth's checkpoints."""
+    """Apply the patches of `who` to a project.
+
+    `truth` needs the patch for Megatron-LM only to read its checkpoints.
+    """
     if project == "mindspeed":
         fetch_slime.for_newer_torch(folder)
     if project in PATCHED.get(who, ()):

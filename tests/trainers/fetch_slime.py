@@ -1,15 +1,18 @@
-"""Makes .cache/trainers/slime-0.2.2: slime as on NPUs, with npu-ops, and for the CPU.
+"""Makes .cache/trainers/slime-0.2.2: slime with its NPU patches, without them, and for the CPU.
 
     git clone https://github.com/THUDM/slime
     git clone https://github.com/NVIDIA/Megatron-LM
     git clone https://gitcode.com/Ascend/MindSpeed
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
 
-`shipped` has all patches of slime's docker/npu_patch, `npu_ops` and `truth` have none. `engine`,
-for
-SGLang as rollout, has the patch for slime itself. All have slime's changes to Megatron-LM for GPUs,
-and `shipped` and `truth` have a later fix of slime's Qwen3-Next. The clones need the commits below,
-and are only read.
+The folders:
+
+- `shipped` has all patches of slime's docker/npu_patch.
+- `engine`, for SGLang as rollout, has only the patch for slime itself.
+- `npu_ops`, for runs with npu-ops, and `truth`, for reference runs on the CPU, have none.
+
+All have slime's changes to Megatron-LM for GPUs. `shipped` and `truth` have a later fix of slime's
+Qwen3-Next. The clones need the commits below, and are only read.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ COMMITS = {
     "megatron": "3714d81d418c9f1bca4594fc35f9e8289f652862",
     "mindspeed": "fc63de5c48426dd019c3b3f39e65f5bdf56e4086",
 }
-# The last commit whose slime.patch fits v0.2.2: the next renames the modules that it changes.
+# The last commit whose slime.patch fits v0.2.2: the next commit renames the patched modules.
 PATCHES = "d38dc29c9:docker/npu_patch"
 FOR_GPUS = "v0.2.2:docker/patch/v0.5.7/megatron.patch"
-# The fault: a packed sequence's state passes to the next one. npu-ops repairs it too.
+# slime's fix of a bug: the state of a packed sequence passes into the next. npu-ops fixes it, too.
 FIX = ("1d31a49fb", "--include=slime_plugins/models/qwen3_next.py")
 FIXED = ("shipped", "truth")
 NAMES = {"bridge": "megatron-bridge"}
@@ -55,12 +58,12 @@ def tree(who: str, project: str) -> pathlib.Path:
 
 
 def packages() -> pathlib.Path:
-    """Return the packages that slime needs beyond verl's."""
+    """Return the folder of the packages that slime needs beyond verl's."""
     return fetching.tree(FOLDER / "packages", "tests/trainers/fetch_slime.py")
 
 
 def router() -> pathlib.Path:
-    """Return the packages that slime needs beyond SGLang's to start an engine."""
+    """Return the folder of the packages that slime needs beyond SGLang's to start an engine."""
     return fetching.tree(FOLDER / "router", "tests/trainers/fetch_slime.py")
 
 
@@ -91,8 +94,7 @@ def unpack(clone: pathlib.Path, commit: str, folder: pathlib.Path) -> None:
 
 
 def for_newer_torch(folder: pathlib.Path) -> None:
-    """Let MindSpeed's replacement of get_device_capability take the device that
-    torch 2.13 passes."""
+    """Let MindSpeed's get_device_capability accept `device`, an argument that torch 2.13 passes."""
     for file in ("core/fusions/grouped_matmul.py", "core/transformer/moe/grouped_gemm_util.py"):
         path = folder / "mindspeed" / file
         source = path.read_text().replace("capability():", "capability(device=None):")
@@ -112,7 +114,7 @@ def patch(who: str, project: str, folder: pathlib.Path, slime: pathlib.Path) -> 
 
 
 def apply(folder: pathlib.Path, changes: bytes, *which: str) -> None:
-    git(folder, "init", "--quiet")  # or git would use the repository around it
+    git(folder, "init", "--quiet")  # otherwise git would use the repository around the folder
     git(folder, "apply", "--whitespace=nowarn", *which, given=changes)
 
 

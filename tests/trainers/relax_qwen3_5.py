@@ -1,7 +1,7 @@
 """Qwen3.5's text model from Megatron's own layers, on the CPU, for --custom-model-provider-path.
 
-It is the truth for MindSpeed-Bridge's model with the same arguments: Megatron's GatedDeltaNet with
-its own PyTorch functions, and weights under the names that MindSpeed-Bridge saves.
+It is the reference for MindSpeed-Bridge's model with the same arguments. It uses Megatron's
+GatedDeltaNet with Megatron's PyTorch functions, and the weight names that MindSpeed-Bridge saves.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def without_fla() -> None:
 
 
 def rule(*inputs, use_qk_l2norm_in_kernel: bool, **options):
-    """Normalise q and k a second time, as MindSpeed-Bridge does; it lengthens short ones."""
+    """Apply the rule, and normalise q and k in it a second time, as MindSpeed-Bridge does.
+
+    The second time changes only short vectors, which the epsilon has kept from length 1.
+    """
     options["use_qk_l2norm_in_kernel"] = True
     return gated_delta_net.torch_chunk_gated_delta_rule(*inputs, **options)
 

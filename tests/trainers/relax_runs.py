@@ -1,6 +1,7 @@
 """Starts Relax on the emulated NPU or on the CPU, and reads its results.
 
-Runs with npu-ops start Relax's own program. The others start relax_train.py, which sets more.
+Runs with npu-ops start Relax's own program. The others start relax_train.py, which also changes
+Relax so that it runs on this machine.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def start(who, folder: pathlib.Path, model, devices: int, weights, results, layo
 
 
 def program(who: str, devices: int) -> list[str]:
-    """Return Relax's own program with npu-ops, else relax_train.py, which sets more."""
+    """Return the command of Relax's own program with npu-ops, else that of relax_train.py."""
     if who != "npu_ops":
         return [sys.executable, str(HERE / "relax_train.py"), str(devices)]
     relax = str(fetch_relax.tree(who, "relax"))
@@ -129,7 +130,7 @@ def program(who: str, devices: int) -> list[str]:
 
 
 def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
-    """Return the environment. On PYTHONPATH, Relax's folders come first, then verl's, then ours."""
+    """Return the environment. PYTHONPATH has Relax's folders first, then verl's, then npu-ops'."""
     projects = ("relax", "megatron", "bridge", "queue")
     projects += ("mindspeed", "mindspeed_bridge") if who != "truth" else ()
     folders = {project: fetch_relax.tree(who, project) for project in projects}

@@ -1,7 +1,7 @@
 """Setup of each process in a run of Relax: Ray's workers and their driver.
 
-slime_worker.py does this for slime, from which Relax was derived; the same variables say who
-computes.
+slime_worker.py does the same for slime, from which Relax was derived. Both read the environment
+variables that slime_train.py explains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def setup() -> None:
 
 
 def on_cpu() -> None:
-    """Relax supports CPUs, but its trainer calls functions that only GPUs have."""
+    """Make Relax's trainer run on CPUs: replace functions that only GPUs have."""
     slime_worker.with_bare_bridge()
     slime_worker.read_on_cpu()
     torch.cpu.get_device_properties = lambda device=None: None
@@ -54,11 +54,10 @@ def record() -> None:
 
 
 def on_megatron(args) -> None:
-    """For --custom-megatron-init-path: sets what MindSpeed-Bridge's recipes set and Relax does not.
+    """For --custom-megatron-init-path: set what MindSpeed-Bridge's recipes set and Relax does not.
 
-    Relax's patch selects kernels of the delta rule that refuse fp32; the check uses
-    MindSpeed-Bridge's
-    PyTorch function instead.
+    Relax's patch selects kernels of the delta rule that refuse fp32. These tests use
+    MindSpeed-Bridge's PyTorch function instead.
     """
     args.use_triton_gdn = args.use_ascend_gdn = False
     slime_worker.count_fused(args)
@@ -70,7 +69,8 @@ def on_megatron(args) -> None:
 def packed(args) -> None:
     """For --custom-megatron-init-path: let Megatron's own attention take packed sequences.
 
-    Without a checkpoint Megatron's own weights are used; Bridge would load Hugging Face's.
+    Without a Megatron checkpoint the model keeps the weights that Megatron draws. Bridge would load
+    Hugging Face's.
     """
     import upstream_bridge
     from relax.backends.megatron import checkpoint

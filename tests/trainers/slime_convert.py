@@ -2,7 +2,7 @@
 
 python slime_convert.py MODEL ARGUMENTS...
 
-mbridge does not know Qwen3-Next without experts, nor Qwen3-VL: their checkpoints get the weights
+mbridge knows neither Qwen3-Next without experts nor Qwen3-VL. Their checkpoints get the weights
 that Megatron draws.
 """
 

@@ -3,7 +3,7 @@
 python slime_data.py FOLDER PROJECT DATA MODEL...
 
 PROJECT: slime or relax; Relax uses slime's rollouts.
-DATA: rollout, pictures, or pictures_even, whose lengths two ranks can halve.
+DATA: rollout, pictures, or pictures_even, whose sequences have even lengths, for two ranks.
 
 With transformers 4, which Megatron-Bridge needs, models have no weights: Megatron draws them.
 """

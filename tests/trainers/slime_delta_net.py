@@ -1,4 +1,4 @@
-"""PyTorch versions of the fla functions in slime's Qwen3-Next layers, for the truth on a CPU."""
+"""PyTorch versions of the fla functions in slime's Qwen3-Next layers, for the reference on CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what slime imports to generate and to log, unused with saved rollouts.
+"""Stand-ins for modules that slime imports, but that runs with saved rollouts do not use.
 
 SGLang and its router: no engine starts. wandb: nothing is logged to it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 
 class NoArguments:
-    """In place of SGLang's ServerArgs and RouterArgs: adds the few arguments that slime reads."""
+    """Replaces SGLang's ServerArgs and RouterArgs: adds only the arguments that slime reads."""
 
     @staticmethod
     def add_cli_args(parser, **options) -> None:
@@ -48,5 +48,5 @@ def install(modules: Mapping[str, Mapping[str, object]] = MODULES) -> None:
 
 
 def roll_out(*args, **kwargs):
-    """For --rollout-function-path: slime's own function would import SGLang's client."""
+    """For --rollout-function-path, because slime's own function would import SGLang's client."""
     raise RuntimeError("rollouts are read from files")

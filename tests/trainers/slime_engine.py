@@ -1,7 +1,8 @@
 """SGLang 0.5.23's engine as slime's rollout.
 
-slime itself starts SGLang's router and server and sends prompts and weights. npu-ops repairs what
-prevents this, except one comparison: v0.2.2 compares torch's version with "2.6" as strings.
+slime itself starts SGLang's router and server, and sends prompts and weights. npu-ops fixes what
+prevents this, with one exception, which `install` fixes: slime v0.2.2 compares torch's version with
+"2.6" as strings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""slime of August 2026 on CPUs, with rollouts from files: the truth.
+"""slime of August 2026 on CPUs, with rollouts from files: the reference.
 
 python slime_newest.py DEVICES ARGUMENTS...
 
-slime_worker.py, which is for v0.2.2, explains the environment variables.
+slime_train.py explains the environment variables.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def on_cpu() -> None:
 
 
 def with_odd_lengths() -> None:
-    """slime's Qwen3.5-VL cuts sequences for context parallelism even on one rank;
-    do not cut there."""
+    """Do not cut sequences on one rank: slime's Qwen3.5-VL cuts them for context parallelism."""
     from slime_plugins.models import qwen3_5_vl
 
     cut = qwen3_5_vl.get_packed_cp_local_indices
@@ -81,7 +80,8 @@ def with_odd_lengths() -> None:
 def with_local_layers(args) -> None:
     """For --custom-megatron-init-path: use Megatron's own modules.
 
-    slime does not load Hugging Face's checkpoints into these, so their weight names are mapped.
+    slime's loaders of Hugging Face checkpoints expect Transformer Engine's weight names, so names
+    are mapped.
     """
     from slime.backends.megatron_utils import hf_to_megatron
 
@@ -100,7 +100,7 @@ def with_local_names(load, name: str, *source):
 
 
 def norms_from_zero() -> None:
-    """Add 1 + weight to Megatron's RMSNorm from PyTorch, which lacks it."""
+    """Let Megatron's RMSNorm from PyTorch multiply by 1 + weight, an option that it lacks."""
     from megatron.core.transformer import torch_norm
 
     plain = torch_norm.WrappedTorchNorm.__new__

@@ -1,5 +1,7 @@
-"""Runs slime's train.py on the emulated NPU and slime_newest.py on the CPU, and
-reads the results."""
+"""Runs slime of August 2026 on the emulated NPU or on the CPU, and reads its results.
+
+On the NPU slime's own train.py runs, on the CPU slime_newest.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ MODELS = {
     "qwen3_vl": dataclasses.replace(BRIDGES, data="pictures"),
     "qwen3_vl-text": BRIDGES,
 }  # fmt: skip
-HF = {"qwen3_5_vl": "qwen3_5", "qwen3_vl-text": "qwen3_vl"}  # folders with another name
+HF = {"qwen3_5_vl": "qwen3_5", "qwen3_vl-text": "qwen3_vl"}  # folders not named like the model
 COMMON = [part for part in slime_runs.COMMON if part != ROPE]
 ON_CPU = ("--custom-megatron-init-path", "slime_newest.with_local_layers")
 
@@ -94,7 +96,7 @@ def run(
 
 
 def program(who: str, devices: int) -> list[str]:
-    """Return slime's own program; for the truth one that replaces devices by CPUs."""
+    """Return the command of slime's own program; for "truth", of slime_newest.py on CPUs."""
     if who == "truth":
         return [sys.executable, str(HERE / "slime_newest.py"), str(devices)]
     slime = str(fetch_slime_newest.tree("slime"))
@@ -106,7 +108,7 @@ def by_bridge(name: str) -> bool:
 
 
 def variables(who: str, results: pathlib.Path, bridge: bool = False) -> dict[str, str]:
-    """Return the environment. On PYTHONPATH, slime's folders come first, then verl's, then ours."""
+    """Return the environment. PYTHONPATH has slime's folders first, then verl's, then npu-ops'."""
     slime, megatron, mindspeed = map(fetch_slime_newest.tree, ("slime", "megatron", "mindspeed"))
     path = [slime, megatron, fetch_slime.packages(), fetch_verl.tree(), HERE]
     path += [ROOT / "tests" / "adapters", ROOT, ROOT / "python"]

@@ -1,4 +1,4 @@
-"""What slime_site does to a module of an unchanged slime or Relax after it is imported."""
+"""Functions that slime_site calls after a module of an unchanged slime or Relax is imported."""
 
 from __future__ import annotations
 

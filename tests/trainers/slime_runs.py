@@ -1,4 +1,4 @@
-"""Starts slime_train.py on the emulated NPU or on the CPU, and reads its results."""
+"""Starts slime v0.2.2 on the emulated NPU or on the CPU, and reads its results."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Model:
 
     script: more arguments from slime's script for it, used with MindSpeed's layers.
     parallel: more arguments on two ranks.
-    on_cpu: more arguments for the truth.
-    data: "rollout", or "pictures" with one in each answer.
-    mindspeed_first: with slime's patches, import MindSpeed before mbridge; otherwise Megatron has
+    on_cpu: more arguments for reference runs on the CPU.
+    data: "rollout", or "pictures" for rollouts with a picture in each answer.
+    mindspeed_first: with slime's patches, import MindSpeed before mbridge. Otherwise Megatron has
     no layers for the model.
     """
 
@@ -128,7 +128,7 @@ ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
 # Megatron requires this value with tensor parallelism.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
-ONCE["RAY_prestart_worker_first_driver"] = "0"  # few workers are needed, and each imports all
+ONCE["RAY_prestart_worker_first_driver"] = "0"  # few workers are needed; each imports everything
 # transformers' lazy modules warn when MindSpeed looks up names in them
 ONCE["TRANSFORMERS_VERBOSITY"] = "error"
 
@@ -148,8 +148,7 @@ class Run:
 
 
 def write(folder: pathlib.Path) -> None:
-    """Write the models as Hugging Face and as Megatron checkpoints, the rollouts
-    and the prompts."""
+    """Write the rollouts, the prompts, and the models as Hugging Face and Megatron checkpoints."""
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
     for kind in ("rollout", "pictures"):
         models = [name for name, model in MODELS.items() if model.data == kind]
@@ -185,8 +184,8 @@ def run(
     """Train, on the CPU for "truth", with tensor parallelism over `devices`; return the results.
 
     rollouts: stem of the files to read; None: the model's data.
-    samples: for "engine", stem of the files for the rollouts that SGLang generates on one more
-    device.
+    samples: for "engine" only. SGLang then generates the rollouts on one more device; this is the
+    stem of the files to write them to.
     """
     model = MODELS[name]
     results = folder / f"{who}-{name}-{devices}-{samples or rollouts}"
@@ -222,7 +221,7 @@ def run(
 
 
 def program(who: str, devices: int) -> list[str]:
-    """Return slime's own train.py with npu-ops, else slime_train.py, which sets more."""
+    """Return the command of slime's own train.py with npu-ops, else that of slime_train.py."""
     if who == "npu_ops":
         slime = str(fetch_slime.tree(who, "slime"))
         return [sys.executable, str(HERE / "stock.py"), slime, str(devices + 2), "train.py"]
@@ -249,7 +248,7 @@ def read(results: pathlib.Path, ranks: int) -> Run:
 
 
 def variables(who: str, results: pathlib.Path, name: str) -> dict[str, str]:
-    """Return the environment. On PYTHONPATH, slime's folders come first, then verl's, then ours."""
+    """Return the environment. PYTHONPATH has slime's folders first, then verl's, then npu-ops'."""
     projects = ("slime", "megatron", "mindspeed", "bridge")
     slime, megatron, mindspeed, bridge = (fetch_slime.tree(who, project) for project in projects)
     path = [slime, megatron, mindspeed, bridge, fetch_slime.packages(), fetch_verl.tree()]

@@ -2,8 +2,11 @@
 
 python slime_train.py DEVICES ARGUMENTS...
 
-Environment: SLIME_WHO is "shipped", "npu_ops" or "truth"; SLIME_RESULTS is the folder to which
-slime_worker.py writes.
+Environment:
+
+- SLIME_WHO: "shipped", slime with its NPU patches; "engine", slime with npu-ops and with SGLang's
+  engine as rollout; "npu_ops", with npu-ops; or "truth", the reference on the CPU.
+- SLIME_RESULTS: the folder to which slime_worker.py writes.
 """
 
 from __future__ import annotations

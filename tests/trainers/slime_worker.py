@@ -71,8 +71,10 @@ def read_on_cpu() -> None:
 
 
 def on_npu() -> None:
-    """Add stand-ins for modules that MindSpeed imports and this machine lacks;
-    torch_npu is real."""
+    """Add stand-ins for modules that MindSpeed imports and this machine lacks.
+
+    torch_npu is the real one.
+    """
     import upstream_mindspeed
 
     upstream_mindspeed.without_torchair()
@@ -81,7 +83,10 @@ def on_npu() -> None:
 
 
 def with_slimes_patches() -> None:
-    """Import what slime's patches need, and work around what stops them."""
+    """Prepare a process of a run with patches of slime ("shipped" or "engine").
+
+    SLIME_WHOLE_BRIDGE: run Bridge's own `__init__.py`. SLIME_MINDSPEED_FIRST: import MindSpeed now.
+    """
     if not os.environ.get("SLIME_WHOLE_BRIDGE"):
         with_bare_bridge()
     if os.environ.get("SLIME_MINDSPEED_FIRST"):
@@ -152,9 +157,9 @@ def with_kernels_that_compile() -> None:
 
 
 def with_local_layers(args) -> None:
-    """For --custom-megatron-init-path: use Megatron's own layers, made to take packed sequences.
+    """For --custom-megatron-init-path: use Megatron's own layers, changed to take packed sequences.
 
-    slime requests Transformer Engine's for models with Gated Delta Net.
+    slime requests Transformer Engine's layers for models with Gated Delta Net.
     """
     import upstream_bridge
     from megatron.core.models.gpt import gpt_layer_specs
@@ -189,7 +194,7 @@ def with_experts_group() -> None:
 
 
 def with_gradients_once() -> None:
-    """Do not sum gradients over ranks before slime's own layers: each rank computes them whole."""
+    """Do not sum gradients of slime's own layers over ranks: each rank has the whole gradient."""
     hf_attention = importlib.import_module("slime_plugins.models.hf_attention")
     regions = hf_attention.tensor_parallel
     hf_attention.tensor_parallel = types.SimpleNamespace(
@@ -244,8 +249,10 @@ def count() -> None:
 
 
 def count_fused(args) -> None:
-    """For --custom-megatron-init-path: also count functions from which slime
-    removes `@jit_fuser`."""
+    """For --custom-megatron-init-path: fix known faults, and count calls of the functions in FUSED.
+
+    slime's patches remove `@jit_fuser` from these functions.
+    """
     without_router_gemm()
     if args.num_experts:
         with_experts_group()

@@ -1,4 +1,4 @@
-"""verl's GRPO trainer on Ray: with its NPU patches, with npu-ops, and the truth on the CPU.
+"""verl's GRPO trainer on Ray, with its NPU patches and with npu-ops, against the CPU.
 
 Three steps in fp32 on the same answers. Losses, gradient norms, rewards and each sequence's
 log-probabilities, of actor and reference, agree up to rounding. Run by `make test-trainers`;
@@ -25,9 +25,10 @@ RULE = (*ATTENTION, "chunk_gated_delta_rule", "rms_norm_gated")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run: model, text or pictures, number of workers, and which of our operators must be called.
+    """A run: model, text or pictures, number of workers, npu-ops operators that it must call.
 
-    packs: whether verl may pack sequences without npu-ops; it must not if states would carry over.
+    packs: whether verl may pack sequences without npu-ops. It must not if a sequence's state would
+    pass into the next.
     """
 
     model: str
@@ -59,7 +60,7 @@ RUNS = {
 def steps(tmp_path_factory):
     """Return a function from (who, name) to a run's results; each runs once.
 
-    All runs of a model share the truth, from one worker.
+    All runs of a model share one reference, "truth", with one worker.
     """
     folder = tmp_path_factory.mktemp("grpo")
     verl_runs.write_models(folder, tuple({run.model for run in RUNS.values()}))
@@ -146,7 +147,7 @@ def sampled_in_bf16(folder, **changes) -> tuple[float, ...]:
 
 
 def test_with_the_setting_the_actor_has_sglangs_probabilities(tmp_path):
-    """SGLang on CPUs takes the log of the softmax, which may change the last bit of fp32."""
+    """SGLang on CPUs computes log(softmax), so the last bit of fp32 may differ."""
     assert max(sampled_in_bf16(tmp_path, NPU_OPS_CONSISTENT="1")) < 2e-7
 
 
@@ -155,7 +156,7 @@ def test_without_the_setting_it_does_not(tmp_path):
 
 
 def with_vllm(folder, model: str, dtype: str, eager: bool, **changes) -> verl_grpo_runs.Steps:
-    """verl's trainer and the vLLM that it starts, both on one emulated NPU."""
+    """Run verl's trainer and the vLLM that it starts, both on one emulated NPU."""
     changes |= verl_grpo_runs.beside_vllm()
     path = changes["PYTHONPATH"]
     verl_runs.write_models(folder, (model,), PYTHONPATH=path)  # by vLLM's transformers
@@ -188,7 +189,10 @@ SERVING_NEXT = SERVING | {
     ],
 )
 def test_vllm_as_rollout(tmp_path, model, dtype, eager, operators):
-    """With the setting its probabilities are the actor's bit for bit, also by new weights."""
+    """With NPU_OPS_CONSISTENT, vLLM's probabilities are the actor's, bit for bit.
+
+    This also holds after weight updates.
+    """
     found = with_vllm(tmp_path, model, dtype, eager, NPU_OPS_CONSISTENT="1")
     assert found.sampled == (0, 0, 0)
     served = sglang_process.calls(found.said)

@@ -1,4 +1,4 @@
-"""verl's SFT trainer: with its NPU patches, with npu-ops, and the truth on the CPU.
+"""verl's SFT trainer with its NPU patches, and with npu-ops, against a reference on the CPU.
 
 Two ranks, three steps in fp32: losses and gradient norms agree up to rounding, and each rank counts
 its operator calls. Run by `make test-trainers`; `make test` has one run of each kind.
@@ -26,10 +26,9 @@ CLOSE = {"rel": 2e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run: model, text or pictures, npu-ops's settings, and which of its operators must be
-    called.
+    """A run: model, text or pictures, settings with npu-ops, npu-ops operators that it must call.
 
-    task: settings of what is trained, shared by all three.
+    task: settings of the training itself, also for verl alone and for the reference.
     """
 
     model: str
@@ -46,11 +45,10 @@ class Run:
         return verl_runs.overrides(folder, self.model, attention, *more, *self.task, data=self.data)
 
     def without_packing(self, folder, attention: str) -> list[str]:
-        """Return settings that avoid packing Gated Delta Net, so that the result is right without
-        npu-ops.
+        """Return settings that do not pack sequences of models with Gated Delta Net.
 
         Without npu-ops and fla, verl and transformers carry a packed sequence's state into the
-        next.
+        next, so results would be wrong.
         """
         return self.overrides(folder, attention, PADDED if self.model in DELTA_NET else PACKED)
 
@@ -108,14 +106,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    """The results of all runs on the CPU."""
+    """Return the results of the reference runs on the CPU."""
     runs = {run.truth: run.without_packing(folder, EAGER) for run in RUNS.values()}
     return verl_runs.run(folder, "truth", runs)
 
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    """The results with npu-ops; also two steps that are saved, and a third resumed from there."""
+    """Return the results with npu-ops.
+
+    "saved" has two steps and a checkpoint, and "resumed" the third step from that checkpoint.
+    """
     runs = {name: run.overrides(folder, OURS, *run.more) for name, run in RUNS.items()}
     saved = f"trainer.default_local_dir={folder / 'saved'}"
     runs["saved"] = RUNS["qwen3"].overrides(
@@ -129,7 +130,7 @@ def ours(folder):
 
 @pytest.fixture(scope="module")
 def shipped(folder):
-    """The results of verl on an NPU as it is: flash attention by torch_npu."""
+    """Return the results of verl on NPUs without npu-ops: flash attention by torch_npu."""
     runs = {run.truth: run.without_packing(folder, FLASH) for run in RUNS.values()}
     return verl_runs.run(folder, "shipped", runs)
 

@@ -1,10 +1,10 @@
-"""Relax with npu-ops, its trainer with its NPU patches, and the truth on the CPU.
+"""Relax with npu-ops, and its trainer with its NPU patches, against a reference on the CPU.
 
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
     python -m pytest tests/trainers/upstream_relax.py
 
-Four GRPO steps in fp32 as in upstream_slime.py: Relax's trainer descends from slime's. With npu-ops
-Relax's own program runs without patches, and no module is written for it.
+Four GRPO steps in fp32 as in upstream_slime.py: Relax's trainer was derived from slime's. With
+npu-ops Relax's own program runs without patches, and no module is written for it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def test_pictures_with_npu_ops(folder, truth):
 
 
 def test_pictures_with_relaxs_patches(folder, truth):
-    """The same without recomputation, which would have to save deepstack's list."""
+    """The same without recomputation, which cannot save deepstack's list of tensors."""
     is_by_torch_npu(runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
-    """MindSpeed-Bridge's Qwen3.5; Megatron's own layers are the truth."""
+    """MindSpeed-Bridge's Qwen3.5; the reference uses Megatron's own layers."""
     found = runs.run(folder, "npu_ops", "qwen3_5", devices, "split")
     is_by_npu_ops(found, truth("qwen3_5"), devices)
     called(found, DELTA_NET + GATES)
@@ -55,8 +55,7 @@ def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
 
 
 def test_gated_delta_net_of_whole_sequences(folder, truth):
-    """Two ranks without --sequence-parallel: npu-ops sums the gradient of Gated
-    Delta Net's norm."""
+    """Two ranks without --sequence-parallel: npu-ops sums the gradient of `out_norm` over them."""
     found = runs.run(folder, "npu_ops", "qwen3_5", 2)
     is_by_npu_ops(found, truth("qwen3_5"), 2)
     called(found, DELTA_NET + GATES)

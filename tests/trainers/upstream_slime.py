@@ -1,10 +1,11 @@
-"""slime v0.2.2: with its NPU patches, by its own train.py with npu-ops, and the truth on the CPU.
+"""slime v0.2.2 with its NPU patches, and with npu-ops, against a reference on the CPU.
 
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime.py
 
-Four GRPO steps in fp32, of which every second is off-policy. Losses, gradient norms and
-log-probabilities agree up to rounding, and each rank counts its operator calls.
+With npu-ops, slime's own train.py runs. Four GRPO steps in fp32, of which every second is
+off-policy. Losses, gradient norms and log-probabilities agree up to rounding, and each rank counts
+its operator calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CLOSE_AFTER_UPDATES = {"rel": 3e-4, "abs": 4e-6}
 # SGLang's engine computes in fp16.
 ENGINES_ROUNDING = 5e-3
 METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
-# Megatron's functions that run instead of those that slime's patch changes.
+# Functions of Megatron that both runs call. slime's patch removes `@jit_fuser` from them.
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 EXPERTS = ("npu_grouped_matmul",)
@@ -72,10 +73,10 @@ def test_with_slimes_patches(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
-    """slime's own Qwen3-Next layers with our operators as fla; each rank computes them whole.
+    """slime's own Qwen3-Next layers with npu-ops in place of fla; each rank computes them whole.
 
-    npu-ops repairs two faults of theirs. The truth has one of them repaired, too; the other needs
-    two ranks.
+    npu-ops fixes two bugs of these layers. The reference has one of them fixed, too. The other one
+    occurs only on two ranks.
     """
     found = runs.run(folder, "npu_ops", "qwen3_next", devices)
     agree(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
@@ -92,7 +93,7 @@ def test_gated_delta_net_with_slimes_patches(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_experts_with_npu_ops(devices, folder, truth):
-    """On two ranks each has half of the experts."""
+    """On two ranks, each rank has half of the experts."""
     found = runs.run(folder, "npu_ops", "qwen3_moe", devices)
     is_by_npu_ops(found, truth("qwen3_moe"), devices)
     called(found, EXPERTS)
@@ -131,7 +132,7 @@ def test_pictures_on_two_ranks_with_slimes_patches(folder, truth):
 def test_sglang_as_rollout(folder):
     """SGLang answers on another emulated NPU; slime sends it weights by HCCL before each rollout.
 
-    Training on its answers gives the same results on the CPU.
+    Training on these answers gives the same results on the CPU.
     """
     found = runs.run(folder, "engine", samples="sampled")
     is_by_npu_ops(found, runs.run(folder, "truth", rollouts="sampled"), 1)

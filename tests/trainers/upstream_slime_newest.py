@@ -1,5 +1,4 @@
-"""slime of August 2026: its own train.py on the emulated NPU with npu-ops, and the truth on the
-CPU.
+"""slime of August 2026: its own train.py with npu-ops, against a reference on the CPU.
 
     python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime_newest.py

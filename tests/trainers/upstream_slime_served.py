@@ -19,8 +19,10 @@ ROUNDING = 2e-6  # for fp32 log-probabilities of about 6
 
 
 def apart(found) -> list[float]:
-    """Return each step's difference from the engine; check that the second rollout
-    has new weights."""
+    """Return each step's difference of log-probabilities from the engine's.
+
+    Also check that the second rollout has new weights.
+    """
     first, second = found.rollouts
     assert first["rollout/log_probs"] == first["rollout/ref_log_probs"]
     assert second["rollout/log_probs"] != second["rollout/ref_log_probs"]

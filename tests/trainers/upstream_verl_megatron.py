@@ -5,10 +5,10 @@
     python tests/trainers/upstream_verl_megatron.py MindSpeed --megatron 0.16.1 --mbridge mbridge
 
 Three steps without and with npu-ops, on one rank, and with tensor and sequence parallelism on two.
-Losses and gradient norms must be those of verl's FSDP engine on the CPU, and npu-ops's operators
-must have been called. `--megatron` is as for tests/adapters/upstream_mindspeed.py, whose stand-ins
-are used. Without a clone, mbridge's release is used, which has only Qwen3 and Qwen3-MoE. The exit
-status is 1 on a difference.
+Losses and gradient norms must be those of verl's FSDP engine on the CPU, and npu-ops' operators
+must have been called. `--megatron` is as for tests/adapters/upstream_mindspeed.py; its stand-ins
+are used here. Without a clone of mbridge, its release is used, which has only Qwen3 and Qwen3-MoE.
+The exit status is 1 on a difference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLOSE = 2e-5
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run on text or pictures, and which of npu-ops's operators must be called.
+    """A run on text or pictures, and the npu-ops operators that it must call.
 
     alone: settings that MindSpeed needs without npu-ops.
     ranks: numbers of ranks, one run for each.

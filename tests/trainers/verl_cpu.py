@@ -1,4 +1,4 @@
-"""A verl platform for the CPU, which computes the truth; verl only has GPUs and NPUs.
+"""A platform of verl for the CPU, for reference runs; verl only has platforms for GPUs and NPUs.
 
 VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_PLATFORM=cpu
 """

@@ -34,9 +34,10 @@ TEXT = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     tie_word_embeddings=False, pad_token_id=0, eos_token_id=2, bos_token_id=None,
 )  # fmt: skip
-# As many tokens as the tokenizer has: verl's vLLM gives others no probability, and its actor does.
+# As many tokens as the tokenizer has: vLLM in verl gives other tokens no probability, but verl's
+# actor does.
 SERVED = dict(vocab_size=348, initializer_range=0.1)
-EXPERTS = dict(  # all sizes differ: by them transformers tells how saved weights are transposed
+EXPERTS = dict(  # all sizes differ: transformers infers from them how saved weights are transposed
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
 SHARED_EXPERT = dict(shared_expert_intermediate_size=64)

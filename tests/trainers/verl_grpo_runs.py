@@ -126,14 +126,17 @@ def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
 
 
 VLLM = {"num_gpu_blocks_override": 64, "block_size": 128}
-FOR_DELTA_NET = [  # verl tells Qwen3-Next's layers no lengths of packed sequences
+FOR_DELTA_NET = [  # no packing: verl does not pass cu_seqlens to Qwen3-Next's layers
     f"{MODEL}.use_remove_padding=False",
     f"+{ROLLOUT}.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32",
 ]
 
 
 def with_vllm(dtype: str, eager: bool) -> list[str]:
-    """vLLM's engine on the actor's emulated NPU. Its sleep mode needs a library of CANN."""
+    """Return settings for vLLM's engine on the actor's emulated NPU.
+
+    Its sleep mode is off, because that needs a library of CANN.
+    """
     return [
         f"{MODEL}.external_lib=verl_vllm",
         f"{ROLLOUT}.name=vllm",
@@ -151,19 +154,19 @@ def with_vllm(dtype: str, eager: bool) -> list[str]:
 
 
 def beside_vllm() -> dict[str, str]:
-    """Variables of all processes: as a user installs them, vLLM's transformers is verl's too."""
+    """Return variables of all processes. As in a user's install, verl uses vLLM's transformers."""
     path = [*map(str, fetch_vllm.server()), verl_runs.variables()["PYTHONPATH"]]
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "VERL_USE_EXTERNAL_MODULES": "verl_without_ipc",
-        "CUDA_VISIBLE_DEVICES": "",  # for which vLLM keeps a Triton that has no device yet
+        "CUDA_VISIBLE_DEVICES": "",  # empty: vLLM uses Triton even if no driver is active yet
         "VLLM_NO_USAGE_STATS": "1",
-        "RAY_DEDUP_LOGS": "0",  # the server's calls are lines
+        "RAY_DEDUP_LOGS": "0",  # keep repeated lines: the server logs a line per operator call
     }
 
 
 def on(workers: int) -> list[str]:
-    """Return settings that tell Ray about the NPUs, which it would look for in /dev."""
+    """Return settings that tell Ray about the NPUs, because it would look for them in /dev."""
     ray = {"address": "local", "include_dashboard": False, "object_store_memory": 200_000_000}
     return [
         f"trainer.n_gpus_per_node={workers}",

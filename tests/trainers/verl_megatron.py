@@ -1,8 +1,8 @@
-"""verl_sft.py with verl's Megatron engine: the same arguments, except "truth".
+"""verl_sft.py with verl's Megatron engine. The arguments are the same, but WHO is never "truth".
 
-Modules that MindSpeed imports and a machine without an NPU lacks have stand-ins. Training is in
-fp32, which the engine's configuration refuses but its code supports. mbridge expects the picture
-tokens of released models; here it is told ours.
+There are stand-ins for modules that MindSpeed imports and a machine without an NPU lacks. Training
+is in fp32, which the engine's configuration refuses but its code supports. mbridge expects the
+picture tokens of released models; here it gets those of verl_data.py.
 """
 
 from __future__ import annotations

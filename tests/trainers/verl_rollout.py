@@ -1,4 +1,4 @@
-"""A rollout for verl by transformers' generate on the CPU; verl's own need vLLM or SGLang.
+"""A rollout for verl with transformers' generate on the CPU. verl's own need vLLM or SGLang.
 
 Selected by `model.external_lib` and `rollout.name=transformers`. One server, a Ray process with the
 whole model, receives the actor's weights as vLLM's server would. It records the answers it samples,

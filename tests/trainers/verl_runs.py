@@ -83,7 +83,7 @@ def run(
 
 
 def finish_as(who: str, devices: int, command: list[str], **changes: str) -> str:
-    """Run a command as `who`, "truth" on the CPU, others on emulated NPUs; return its output."""
+    """Run a command as `who`: "truth" on the CPU, others on emulated NPUs. Return its output."""
     if who != "npu_ops":
         changes = {"NPU_OPS_DISABLE": "all"} | changes
     if who == "truth":
@@ -123,7 +123,7 @@ def variables(**changes: str) -> dict[str, str]:
 
 
 def finish(command: list[str], environment: dict[str, str]) -> str:
-    """Run a command, and return all it said."""
+    """Run a command, and return its stdout and stderr."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

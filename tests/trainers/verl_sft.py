@@ -3,8 +3,8 @@
 python -m torch.distributed.run --no-python -- python verl_sft.py FOLDER WHO RUNS
 
 FOLDER: has the models.
-WHO: "shipped", with verl's NPU patches and without npu-ops; "npu_ops", the other way round;
-"truth", on the CPU without either.
+WHO: "shipped", with verl's NPU patches alone; "npu_ops", with npu-ops, which keeps its functions
+when verl applies these patches; "truth", on the CPU without either.
 RUNS: JSON, {name: list of overrides of verl's configuration}.
 
 For each run FOLDER/WHO gets NAME.jsonl, verl's metrics of each step, and NAME.RANK.json, the calls
@@ -32,7 +32,7 @@ def main(folder: str, who: str, runs: str) -> None:
     from verl.utils.checkpoint import checkpoint_handler
     from verl.utils.device import auto_set_device
 
-    if who == "truth":  # saved tensors are loaded back to a device by number
+    if who == "truth":  # to save, verl moves the model to a device number, which a CPU lacks
         checkpoint_handler.CheckpointHandler.save_checkpoint = lambda self, step: None
     keep_process_group(sft_trainer)
     calls = collections.Counter()

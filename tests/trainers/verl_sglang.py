@@ -1,9 +1,13 @@
 """verl's own SGLang rollout for the workers of verl_worker.py, with the engine on the CPU.
 
-Selected by `model.external_lib`. The server is verl's, in a Ray process without torch_npu, and so
-are its HTTP interface and the transfer of weights through shared memory. Changes to verl 0.9.1:
-weights leave the device first, as the engine is not on it. It supports SGLang 0.5.12; 0.5.23 has
-arguments that are no dataclass, and takes weights within a session.
+Selected by `model.external_lib`. The server is verl's, in a Ray process without torch_npu. Its HTTP
+interface and the transfer of weights through shared memory are verl's, too.
+
+Changes to verl 0.9.1, which is for SGLang 0.5.12:
+
+- Weights are copied from the device to the host first, because the engine is on the CPU.
+- The arguments of SGLang 0.5.23 are no dataclass.
+- SGLang 0.5.23 takes weights only between two requests that begin and end an update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""verl's own rollout of vLLM, for verl_worker.py's workers: the engine on the emulated NPU.
+"""verl's own vLLM rollout for the workers of verl_worker.py, with the engine on the emulated NPU.
 
-Named by `model.external_lib`. Server, engine and worker are verl's, vLLM's and vllm-ascend's, in
-their own processes, and so is the weights' way through shared memory. The server's processes say
-which operators of npu-ops they call.
+Selected by `model.external_lib`. Server, engine and worker are verl's, vLLM's and vllm-ascend's, in
+their own processes. The transfer of weights through shared memory is theirs, too. The server's
+processes log which npu-ops operators they call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm_rollout import vllm_rollout
 
 
 class Weights(vllm_rollout.ServerAdapter):
-    """In each worker: verl's, and what verl_worker.py writes down."""
+    """verl's class in each worker; it also writes verl_worker.py's records."""
 
     async def update_weights(self, weights, global_steps=None, **kwargs):
         await super().update_weights(weights, global_steps, **kwargs)

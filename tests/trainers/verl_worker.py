@@ -1,10 +1,10 @@
 """verl's processes import this by `model.external_lib`: the rollout, and the workers' records.
 
-GRPO_WHO: who computes, as for verl_sft.py. After a worker has sent its weights, it writes
-RESULTS.RANK.json: calls of each operator and, for each pass of actor or reference, each sequence's
-log-probabilities by its tokens.
+GRPO_WHO: who computes, WHO of verl_sft.py. After a worker has sent its weights, it writes
+RESULTS.RANK.json, with the calls of each operator. For each pass of actor or reference, the file
+maps each sequence's tokens to its log-probabilities.
 
-rollout.engine_kwargs.transformers: {"results": RESULTS, ...}; the others are verl_rollout.py's.
+rollout.engine_kwargs.transformers: {"results": RESULTS, ...}; verl_rollout.py reads the others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def begin() -> None:
     verl_rollout.register(f"{__name__}.Weights")
     engine_workers.ActorRolloutRefWorker.actor_worker_cls = Worker
     engine_workers.ActorRolloutRefWorker.ref_worker_cls = Worker
-    if WHO == "truth":  # weights move to a device number, and through pinned memory
+    if WHO == "truth":  # verl needs a device number and pinned memory, which a CPU lacks
         transformer_impl.load_fsdp_model_to_gpu = lambda model: None
         torch.Tensor.pin_memory = lambda self: self
     verl_sft.count(CALLS, WHO)

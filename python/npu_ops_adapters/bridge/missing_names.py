@@ -17,7 +17,7 @@ _NAME = f"get_transformer_block_with_{_VARIANT}_spec"
 
 
 def patches() -> Iterable[Patch]:
-    """Add a function that raises when it is called, and says what is missing."""
+    """Add a function of that name. A call of it raises an error that names the missing function."""
     if not hasattr(sys.modules.get(_MODULE), _NAME):
         yield Patch(
             target=f"{_MODULE}:{_NAME}",

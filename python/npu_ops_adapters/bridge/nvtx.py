@@ -1,7 +1,7 @@
-"""NVTX: Bridge's Qwen3-VL marks its steps for CUDA's profiler, which raises without CUDA.
+"""NVTX: Bridge's Qwen3-VL calls it to mark steps for CUDA's profiler. Without CUDA the calls raise.
 
-MindSpeed core_r0.16 replaces these functions, too. But its `range_pop` requires an argument, which
-NVTX's does not have and Bridge does not pass.
+MindSpeed core_r0.16 replaces these functions, too. But its `range_pop` requires an argument. NVTX's
+has no argument, and Bridge passes none.
 """
 
 from __future__ import annotations

@@ -44,7 +44,11 @@ def ours(x, cache, residual=None, weight=None, bias=None, activation=None) -> Ca
 
 @torch.no_grad()
 def _step(x, cache, weight, bias, activation):
-    """Decode one token. fla's cache holds one token more than the filter reads; shift it, too."""
+    """Decode one token.
+
+    fla's cache `[N, D, W]` holds one token more than npu-ops' states. The oldest is shifted out
+    here; npu-ops updates the other W - 1.
+    """
     cache[..., 0] = cache[..., 1]
     rows = x.reshape(-1, weight.shape[0])
     y = npu_ops.causal_conv1d_update(rows, cache[..., 1:], weight, bias, activation)

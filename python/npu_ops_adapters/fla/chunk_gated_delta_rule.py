@@ -23,7 +23,7 @@ _REGISTRIES = "_operation_registries"  # name in fla.backends, from 0.6 on
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the registry's entry for this backend. As a patch it can be reverted, unlike in fla."""
+    """Add the backend to fla's registry. As a patch it can be removed again, unlike through fla."""
     yield Patch(
         target=f"{_registry()}._backends.npu_ops",
         op="chunk_gated_delta_rule",
@@ -38,7 +38,10 @@ def patches() -> Iterable[Patch]:
 
 
 def _registry() -> str:
-    """Return where the registry is. Until fla 0.6 has filled it, return the place before 0.6."""
+    """Return the target of the registry: that of fla 0.6, or the one before 0.6.
+
+    The latter is also returned while fla 0.6 has not filled its registries yet.
+    """
     registries = vars(sys.modules.get("fla.backends", object)).get(_REGISTRIES, {})
     if _OPERATION in registries:
         return f"fla.backends:{_REGISTRIES}.{_OPERATION}"
@@ -78,9 +81,10 @@ def _backend(original: None):
 def ours(*args, cp_context=None, transpose_state_layout=None, **options) -> Callable:
     """Return a function that computes fla's call with npu-ops.
 
-    fla's function has two more arguments, cp_context and transpose_state_layout. A_log and dt_bias
-    are accepted even if no flag uses them. fla computes in fp32 with an initial state of any float
-    dtype, so a half-precision state is converted. cu_seqlens_cpu and chunk_indices are ignored.
+    fla's function has two arguments more than npu-ops': cp_context and transpose_state_layout.
+    A_log and dt_bias are accepted even if no flag uses them. fla computes in fp32 with an initial
+    state of any float dtype, so a half-precision state is converted. cu_seqlens_cpu and
+    chunk_indices are ignored.
 
     cp_context: fla's context, in which each rank has one span of tokens. It overrides cu_seqlens.
     """

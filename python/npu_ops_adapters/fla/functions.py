@@ -54,9 +54,14 @@ def refuse(**given) -> None:
 def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
     """Convert fla's context of ranks that share packed sequences to cu_seqlens and cp_group.
 
-    fla's context has the starts of sequences in this rank's span, and the number of tokens of the
-    first one that are on earlier ranks. Of all earlier sequences, npu-ops needs only the start of
-    this one. So the returned cu_seqlens is `[0, that start, starts in this span]`.
+    fla's context has two things:
+
+    - the starts of sequences in this rank's span of tokens;
+    - how many tokens of the span's first sequence are on earlier ranks.
+
+    The returned cu_seqlens counts from rank 0's first token: `[0, start of the span's first
+    sequence, starts in the span]`. All earlier sequences count as one, because npu-ops does not
+    need their starts.
 
     Args:
         x: `[1, T, ...]`, this rank's tokens. With fla every rank has T tokens.
@@ -97,8 +102,9 @@ def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
 def converted(call: NamedTuple, transpose_state_layout: bool | None):
     """Convert a call of fla's delta rule to one of npu-ops, both as NamedTuples.
 
-    It drops arguments that no flag uses, and converts a half-precision state to fp32, whose
-    gradient gets the state's dtype. transpose_state_layout is fla's former name for state_v_first.
+    - A_log and dt_bias are dropped unless use_gate_in_kernel is set.
+    - A half-precision state is converted to fp32; its gradient keeps the state's dtype.
+    - transpose_state_layout, fla's former name for state_v_first, is renamed.
     """
     if not call.use_gate_in_kernel:
         call = call._replace(A_log=None, dt_bias=None)

@@ -1,4 +1,4 @@
-"""The decay of Gated Delta Net, as a separate function of fla."""
+"""The decay of Gated Delta Net, which fla computes in a function of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Replace fla's `fused_gdn_gate`."""
+    """Patch `fused_gdn_gate`."""
     yield functions.replaced(
         ("fla.ops.gated_delta_rule.gate",), "fused_gdn_gate", ours, op="gdn_gate"
     )

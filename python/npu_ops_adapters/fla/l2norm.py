@@ -1,4 +1,7 @@
-"""l2norm of queries and keys in fla's layers. fla's backends cover only its two kernels."""
+"""l2norm of queries and keys in fla's layers.
+
+fla supports backends only for the two kernels of l2norm, so the function itself is replaced.
+"""
 
 from __future__ import annotations
 

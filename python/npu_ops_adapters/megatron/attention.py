@@ -1,8 +1,8 @@
-"""Core attention: a module that replaces Megatron's in layer specs.
+"""Core attention: a module that replaces Megatron's core attention in layer specs.
 
-It computes calls with `npu_ops.attention` if that supports them. For other calls it builds and runs
-the module that it replaced. It does not derive from DotProductAttention, because Megatron-Bridge
-bypasses that class.
+The module calls `npu_ops.attention` if npu-ops supports the call. For other calls it builds and
+runs the module that it replaced. It does not derive from DotProductAttention, because
+Megatron-Bridge bypasses that class.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BUILDERS = {
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the classes that build core attention, for every spec."""
+    """Patch the constructors of the layers that build core attention, whatever their spec is."""
     for module, name in _BUILDERS.items():
         yield Patch(
             target=f"{module}:{name}.__init__",
@@ -51,7 +51,7 @@ def patches() -> Iterable[Patch]:
 def npuify(spec: Any) -> Any:
     """Return a layer spec, or submodules, whose core attention is `npu_ops.attention`.
 
-    Only needed without the patches, which do this when a layer is built.
+    It is only needed without the patches, because these call it whenever a layer is built.
 
     Args:
         spec: ModuleSpecs, dataclasses of submodules, lists of them, nested to any depth. It is not
@@ -80,7 +80,7 @@ def npuify(spec: Any) -> Any:
 
 
 def why_not(config: Any) -> str | None:
-    """Return None, or which setting of a TransformerConfig the module does not support."""
+    """Return None, or the reason why the module does not support a TransformerConfig."""
     reason = context_parallel.why_not(config)
     if reason:
         return reason
@@ -95,7 +95,7 @@ def why_not(config: Any) -> str | None:
 
 
 def _theirs() -> list[type]:
-    """Return Megatron's classes, or MindSpeed's replacements of them."""
+    """Return Megatron's classes of core attention, or MindSpeed's replacements of them."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in (_LOCAL, _ENGINE))
     return [value for value in found if isinstance(value, type)]
 
@@ -123,7 +123,8 @@ def _replace_init(original: Callable) -> Callable:
 def _module(original: type) -> type:
     """Return the class that replaces `original` in a spec.
 
-    It is made on demand, because its base class is Megatron's, which may not be imported yet.
+    The class is made on demand, because its base class is Megatron's. Megatron may not be imported
+    yet when this file is.
     """
     base = sys.modules["megatron.core.transformer.module"].MegatronModule
     is_engine = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)
@@ -201,8 +202,9 @@ def attend(
 
     Returns None if npu-ops does not support the call.
 
-    by_type: True, as in Transformer Engine: with a causal type, only the type determines the mask.
-    False: if the caller passes a mask, only that mask applies.
+    by_type: True, as in Transformer Engine: the types causal, causal_bottom_right and no_mask
+    ignore the caller's mask, and padding_causal adds the causal mask to it. False: if the caller
+    passes a mask, only that mask applies.
     group: ranks that share each sequence.
     """
     if not _fits(query, key, value, bias, packing):
@@ -240,10 +242,10 @@ def _whole(query, key, value, given: dict | None) -> list | None:
 def _shared_dense(
     layer, query, key, value, mask, mask_type, bias, packing, by_type, group
 ) -> list | None:
-    """Return the calls for `[s, b, n, d]`: this rank has two chunks of each sequence.
+    """Return the calls of `npu_ops.attention` for `[s, b, n, d]`; None if unsupported.
 
-    Returns None if unsupported. The checks must have the same result on all ranks, because the
-    gathers are collective.
+    With a causal mask there is one call for each of this rank's two chunks of a sequence. The
+    checks must have the same result on all ranks, because the gathers are collective.
     """
     kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
     mask = None if by_type else mask
@@ -272,8 +274,10 @@ def _readable_causal(mask: torch.Tensor, group) -> bool:
 def _shared_packed(
     layer, query, key, value, mask, mask_type, bias, packing, by_type, group
 ) -> list | None:
-    """Return the call for `[t, n, d]`, in which each chunk of this rank is a packed sequence with
-    its own keys; None if unsupported."""
+    """Return the call of `npu_ops.attention` for `[t, n, d]`; None if unsupported.
+
+    In the call, each chunk of this rank is a packed sequence with its own keys.
+    """
     starts = _starts(layer, query, mask_type, packing)
     if starts is None or bias is not None or is_captured(query.device):
         return None
@@ -417,10 +421,9 @@ def _above(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(layer, query, key, mask_type, packing) -> dict | None:
-    """Return the arguments for `[t, n, d]`; a sequence includes the padding at its end.
+    """Return the arguments of `npu_ops.attention` for `[t, n, d]`; None if unsupported.
 
-    Padding follows the sequence's tokens, so with a causal mask no token attends to it. Returns
-    None if unsupported.
+    A sequence includes the padding at its end. With a causal mask no token attends to that padding.
     """
     starts = _starts(layer, query, mask_type, packing)
     if starts is None:

@@ -71,7 +71,8 @@ def _replace_factory(original: Callable) -> Callable:
 
 
 def _replace(original: Callable, training: bool) -> Callable:
-    # If jit_fuser is not patched, the original is compiled: test the function inside.
+    # If jit_fuser is not patched, the original is compiled. Then test the function that was
+    # compiled.
     rules = _rules(getattr(original, "_torchdynamo_orig_callable", original))
 
     # It must be a plain function: Megatron's build_module accepts nothing else.

@@ -1,7 +1,8 @@
-"""The short convolution of Gated Delta Net: from fla (0.18 on) or the package causal-conv1d.
+"""The short convolution of Gated Delta Net.
 
-The package's function has channels before time. Layers use torch.nn.Conv1d if the package is not
-installed, and in deterministic mode.
+From Megatron-Core 0.18 on, layers take the function from fla. Earlier ones take it from the package
+causal-conv1d, whose function has channels before time. Layers use torch.nn.Conv1d if that package
+is not installed, and in deterministic mode.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CHANNELS_FIRST = (
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `causal_conv1d_fn` up to 0.17, `causal_conv1d` later."""
+    """Patch `causal_conv1d_fn` up to Megatron-Core 0.17, `causal_conv1d` from 0.18 on."""
     name = gated_delta_net.convolution_name()
     channels_first = name == "causal_conv1d_fn"
     yield from gated_delta_net.replaced(

@@ -48,7 +48,7 @@ def patches() -> Iterable[Patch]:
 
 
 def unpermute() -> Patch:
-    """Patch the function that adds experts' results for each token; MindSpeed replaces it, too."""
+    """Patch the function that adds each token's expert results. MindSpeed replaces it, too."""
     return _patch(
         "moe_utils:unpermute", _add, "it rounds the sum after each expert",
         _UNPERMUTE, (*_UNPERMUTE, "pad_offsets"),

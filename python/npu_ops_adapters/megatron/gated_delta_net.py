@@ -36,8 +36,8 @@ def replaced(
 ) -> Iterable[Patch]:
     """Yield a patch of `name` in the module where layers look it up, if that module is imported.
 
-    module: the module; the default is `home()`. Without fla, `name` is None or missing there, and
-    None in modules that imported it by value.
+    module: the module; the default is `home()`. Without fla, `name` is None or missing there. In
+    modules that imported it by value, it is None.
     """
     module = module or home()
     if module not in sys.modules:
@@ -109,9 +109,9 @@ def _called(ours: Callable) -> Callable:
 
 
 def home() -> str:
-    """Return the module in which names are looked up: `common` if there is one (0.19 on).
+    """Return the module in which layers look up fla's functions.
 
-    From 0.19 on, gated_delta_net is a package.
+    From Megatron-Core 0.19 on, gated_delta_net is a package, and they are in its module `common`.
     """
     common = f"{MODULE}.common"
     return common if common in sys.modules else MODULE

@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net: from 0.18 on, a method of several kernels; main renamed it."""
+"""The gates of Gated Delta Net: a method from Megatron-Core 0.18 on, which main has renamed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WHY = "it is six kernels, and exp(A_log) is rounded to the parameter's dtype"
 def patches() -> Iterable[Patch]:
     """Patch the method; before 0.18 `forward` computes the gates inline, see gdn_decay.py.
 
-    If neither is found, the method must have another name. Then yield a patch of a missing name,
-    which is refused and so reported.
+    If neither is found, the method must have another name. Then yield a patch of a missing name:
+    it is refused, and the refusal is reported.
     """
     found = [
         *gated_delta_net.method("_compute_g_and_beta", "gdn_gate", replace, PARAMETERS, _WHY),

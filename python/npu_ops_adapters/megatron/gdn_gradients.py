@@ -2,8 +2,8 @@
 
 Each rank has the whole weight of `out_norm` but only its own heads, so its gradient covers only
 these heads. Megatron-LM sums such gradients over ranks for the norms of queries and keys, but for
-this norm only with sequence parallelism. Without it the ranks' weights silently drift apart, on
-GPUs too.
+this norm only with sequence parallelism. Without that sum the ranks' weights silently drift apart,
+on GPUs too.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ def _passed_on_to(function: types.FunctionType) -> Callable | None:
 
 
 def _by_jit_fuser(original: Callable) -> bool:
-    """Return whether the source has @jit_fuser; one with @torch.compile alone is left as it is."""
+    """Return whether the source has @jit_fuser. Functions with only @torch.compile stay compiled.
+
+    If the source is not available, return whether the function's module has the name `jit_fuser`.
+    """
     try:
         source = inspect.getsource(original)
     except (OSError, TypeError):

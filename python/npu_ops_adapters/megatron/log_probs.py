@@ -1,6 +1,6 @@
 """With NPU_OPS_CONSISTENT, cross entropy is minus the log-probabilities that servers compute.
 
-slime, Relax and verl's Megatron engine take log-probabilities from two functions of Megatron, which
+slime, Relax and verl's Megatron engine take log-probabilities from two functions of Megatron. These
 add exponentials in another order than log_softmax. The replacements gather the logits of all ranks
 that share the vocabulary.
 """
@@ -68,5 +68,5 @@ def _cross_entropy(logits, target, group):
 
         group = parallel_state.get_tensor_model_parallel_group()
     vocabulary = logits.shape[-1] * group.size()
-    # Megatron accepts labels outside the vocabulary: a loss mask drops these tokens.
+    # Megatron accepts labels outside the vocabulary, because a loss mask drops their tokens.
     return -log_probs(logits, target.clamp(0, vocabulary - 1), group)

@@ -1,7 +1,7 @@
 """Multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ between samples.
 
-Megatron's `MultimodalRotaryEmbedding` makes them. Even with apply_rope_fusion=True Megatron passes
-them to the unfused function, because Transformer Engine does not support them, and warns. Ignore
+Megatron's `MultimodalRotaryEmbedding` makes such freqs. Transformer Engine does not support them.
+So Megatron passes them to the unfused function even with apply_rope_fusion=True, and warns. Ignore
 the warning: this replacement is fused. Freqs for a batch of one look like plain freqs, so rope.py
 handles them.
 """

@@ -19,7 +19,9 @@ from npu_ops_adapters.patching import Patch
 
 _MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 _OLDER = "Qwen3VLMoETextRotaryEmbedding"  # a class of 0.3, whose layers call Megatron's dispatcher
-_NEEDLESS = {  # positions describe the packing; without a loss, no mask is needed
+# Arguments that the model does not need: positions already describe the packing, and without a loss
+# no loss mask is needed.
+_NEEDLESS = {
     ("text_model", "Qwen3VLTextRotaryEmbedding"): "packed_seq_params",
     ("text_model", "Qwen3VLMoETextRotaryEmbedding"): "packed_seq_params",
     ("model", "Qwen3VLModel"): "loss_mask",

@@ -17,7 +17,7 @@ PARAMETERS = ("x", "gate")
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method that normalizes, multiplies and rounds."""
+    """Patch `_apply_gated_norm`, which normalizes, multiplies by the gate and rounds."""
     yield from gated_delta_net.method(
         "_apply_gated_norm",
         "rms_norm_gated",

@@ -1,7 +1,7 @@
 """Rotary embedding: the functions of Megatron's unfused path and the slots of its fused path.
 
-A slot is a name that holds Transformer Engine's function, or None. Megatron looks all of them up at
-each call. Calls that npu-ops does not support run the previous function.
+A slot is a name that holds Transformer Engine's function, or None. Megatron looks up all these
+names at each call. Calls that npu-ops does not support run the function that was there before.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _fill_packed(original: Callable | None) -> Callable:
 
 
 class _Group(NamedTuple):
-    """The part of a process group's interface that Megatron's packed function uses."""
+    """Stands for a process group: has the two methods that Megatron's packed function calls."""
 
     ranks: int
     own: int
@@ -206,7 +206,7 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
             return None
         if (
             given.get("multi_latent_attention", True) is None
-        ):  # deprecated; None means that the caller did not set it
+        ):  # deprecated; None: the caller did not set it
             del given["multi_latent_attention"]
         return _Call(**given) if given.keys() <= known else None
 
@@ -216,8 +216,9 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
 def tolerant(original: Callable) -> Callable:
     """Wrap a function of an earlier version: drop arguments that it lacks and does not need.
 
-    These are arguments that are off (None, False or 0), cp_group, which the function finds itself,
-    and max_seqlen, which is only an upper bound.
+    - Arguments that are off: None, False or 0.
+    - cp_group: the function finds the group itself.
+    - max_seqlen: it is only an upper bound.
     """
     names = inspect.signature(original).parameters
     needless = ("cp_group", "max_seqlen")
@@ -263,9 +264,9 @@ def _is_ours_packed(call: _Call) -> bool:
 def _ends_early(call: _Call, cp_size: int) -> bool:
     """Return whether the last sequence ends before or after the last token.
 
-    Without max_seqlen Megatron's own function reads the lengths, and up to 0.19 raises in this
-    case. On a device and in a trace the lengths are not read; tokens after the last sequence count
-    as padding.
+    Without max_seqlen Megatron's own function reads the lengths; up to 0.19 it raises in this case.
+    On a device and in a trace npu-ops does not read the lengths. There tokens after the last
+    sequence count as padding.
     """
     if call.max_seqlen is not None or not library.readable(call.cu_seqlens):
         return False
@@ -292,8 +293,9 @@ def _has_tables(call: _Call) -> bool:
 def _rotate(call: _Call, **packing) -> torch.Tensor:
     """Rotate with `npu_ops.apply_rotary_pos_emb_freqs`.
 
-    With mla_rotary_interleaved, elements 2j and 2j + 1 of t form a pair, but the result has the
-    first elements of all pairs before the second ones, unless mla_output_remove_interleaving.
+    With mla_rotary_interleaved, elements 2j and 2j + 1 of t form a pair. The result has the first
+    elements of all pairs, then the second ones. With mla_output_remove_interleaving, it has the
+    order of t.
     """
     t, width = call.t, call.freqs.shape[-1]
     if call.mla_rotary_interleaved:

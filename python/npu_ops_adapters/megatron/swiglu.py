@@ -39,7 +39,7 @@ def patches() -> Iterable[Patch]:
 
 
 def forward(y) -> Callable:
-    """Return the npu-ops call for this call of Megatron. It rounds once, Megatron's twice.
+    """Return the npu-ops call for this call of Megatron. npu-ops rounds once, Megatron twice.
 
     y: `[..., 2 d]`, the gate followed by up.
     """

@@ -17,6 +17,9 @@ VERSIONS = "MindSpeed core_r0.12 to core_r0.18"
 
 
 def patches() -> Iterable[Patch]:
-    """Yield the patches of MindSpeed itself. MindSpeed applies those in `features.covered`."""
+    """Yield the patches of MindSpeed's own modules.
+
+    MindSpeed's manager applies the patches of Megatron that `features.covered` lists.
+    """
     for module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         yield from importlib.import_module(f"{__name__}.{module}").patches()

@@ -1,4 +1,4 @@
-"""Attention in layers that still hold Megatron's DotProductAttention, which MindSpeed replaces.
+"""Attention in layers that still hold Megatron's DotProductAttention; MindSpeed patches that class.
 
 Layers that are built with npu-ops have `megatron.attention`'s module and never call this class.
 """

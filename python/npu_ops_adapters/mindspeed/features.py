@@ -1,11 +1,11 @@
 """A MindSpeedFeature: lets MindSpeed's patch manager apply npu-ops' patches with its own.
 
 The manager overwrites patches that bypass it, and `repatch` forgets patches that are registered
-with it directly. But it asks each feature again for its patches. npu-ops appends its feature to the
-list just before the list is used, even if the list was replaced. The feature registers wrappers,
-which the manager puts around MindSpeed's functions. So calls that npu-ops does not support fall
-through to these. When MindSpeed removes its patches, the patches of the Megatron adapter are
-applied again.
+with the manager directly. But `repatch` asks each feature again for its patches. npu-ops appends
+its feature to the list of features just before MindSpeed uses the list, in case a program has
+replaced it. The feature registers wrappers, which the manager puts around MindSpeed's functions. So
+calls that npu-ops does not support run MindSpeed's functions. When MindSpeed removes its patches,
+npu-ops applies the patches of its Megatron adapter again.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _forget(registry, target: str, patch) -> None:
 
 
 def _feature() -> Any:
-    """Return the process's one instance, so that it can be found in MindSpeed's feature lists."""
+    """Return npu-ops' feature: always the same object, so it can be found in MindSpeed's lists."""
     if not _features:
         base = next(vars(sys.modules[m])[name] for m, name in _BASES.items() if m in sys.modules)
         _features.append(_class(base)())
@@ -236,7 +236,7 @@ def _exists(patch: Patch) -> bool:
 def _wrapper(patch: Patch) -> Callable:
     """Return the wrapper that MindSpeed registers for a patch; always the same object.
 
-    MindSpeed compares wrappers by identity, and takes a function for a wrapper if its name contains
+    MindSpeed compares wrappers by identity, and treats a function as a wrapper if its name contains
     "wrapper".
     """
 

@@ -90,7 +90,7 @@ def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch
 
 
 def _replace_in_torch(original: Callable) -> Callable:
-    """Replace the PyTorch function. Unlike the other two, it normalizes q and k by default."""
+    """Replace the PyTorch function. Unlike the two kernels, it normalizes q and k by default."""
     ours = chunk_gated_delta_rule.replace(original)
 
     @functools.wraps(original, assigned=(), updated=())

@@ -1,7 +1,8 @@
 """Rotary embedding with MindSpeed: a dispatcher with all arguments, and fused mrope.
 
-MindSpeed replaces Megatron's dispatcher, `apply_rotary_pos_emb`, by an earlier version. That lacks
-`mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions drops `cp_group`.
+MindSpeed replaces Megatron's dispatcher, `apply_rotary_pos_emb`, by an earlier version of that
+function. It lacks `mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions drops
+`cp_group`.
 """
 
 from __future__ import annotations

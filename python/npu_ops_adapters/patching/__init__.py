@@ -1,7 +1,8 @@
 """Replaces functions of a framework: a patch is data; one engine applies, checks and reverts it.
 
 The engine finds a patch's target in its module, and replaces it only if its signature is one of the
-known ones. Modules that imported the same object by value get the replacement too.
+known ones. Modules that imported the object by value (`from module import name`) also get the
+replacement.
 
     records    Patch, State and Status
     engine     plan, apply, verify, revert

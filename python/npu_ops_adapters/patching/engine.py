@@ -148,7 +148,9 @@ def outermost() -> dict[tuple[int, str], Applied]:
 
 
 def is_overwritten(applied: Applied, top: Applied) -> bool:
-    """Return whether the place of `applied` holds neither our replacement nor a wrapper of it.
+    """Return whether other code has overwritten the place of `applied`.
+
+    It has not if the place holds any function of npu-ops, or a wrapper of `top`'s replacement.
 
     top: the last patch that was applied at that place.
     """

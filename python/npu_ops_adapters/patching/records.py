@@ -13,7 +13,7 @@ from npu_ops.core.registry import Table
 
 Names = tuple[str, ...]
 
-# Names for NPU_OPS_DISABLE of patches that replace no operator of npu_ops.
+# Names that NPU_OPS_DISABLE accepts besides those of npu-ops' operators.
 NO_OPS = frozenset(
     {
         "bridge_deepstack",
@@ -60,14 +60,16 @@ class Patch:
     Empty: any signature is accepted.
     versions: versions of the framework that were tested.
     remove_when: the condition under which this patch can be removed.
-    rebind: also replace it in modules that imported it by value.
+    rebind: also replace it in modules that imported it by value (`from module import name`).
     optional: the attribute or key may be missing; `make` then gets None, and revert deletes it.
-    also: modules that imported it by value, for None or a bool, which cannot be found by identity.
+    also: modules that imported it by value. Needed if it is None or a bool, because the engine
+    cannot find such values by identity.
     note: function that returns details of an applied patch, e.g. a count.
-    by: name of the framework's registry that applies the patch, which is then reported by `adopt`;
-    "": the engine applies it.
+    by: name of the framework's registry that applies the patch; `adopt` then records it. "": the
+    engine applies it.
     why_not: called with the original, or None; returns a reason to refuse the patch, or None.
-    may_differ: the framework may have another function, which is then kept without a warning.
+    may_differ: the framework may have another function at this target. It then stays, and the state
+    is KEPT instead of REFUSED. The reason is logged once in both states.
     joined, left: functions called after the patch is applied, and after it is reverted.
     """
 

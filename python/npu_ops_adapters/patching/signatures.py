@@ -37,7 +37,7 @@ def mismatch(patch: Patch, original: Any) -> str | None:
 def _asked(patch: Patch, original: Any) -> str | None:
     try:
         return patch.why_not(original) if patch.why_not else None
-    except Exception as error:  # something it needs is missing
+    except Exception as error:  # the framework lacks something that why_not reads
         return cannot(error)
 
 

@@ -22,7 +22,10 @@ _HERE = frozenset({"relax.backends.megatron", "relax.utils"})
 
 
 def patches() -> Iterable[Patch]:
-    """Yield all patches until Relax or MindSpeed is imported; then only in Relax, with an NPU."""
+    """Yield all patches until Relax or MindSpeed is imported.
+
+    Afterwards yield them only in a process of Relax that has an NPU.
+    """
     if not _HERE.isdisjoint(sys.modules):
         if hardware.is_npu():
             yield from _all()

@@ -13,7 +13,7 @@ _MODULE = "mindspeed.features_manager.functional.profile"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method with which MindSpeed's profiler adds its options, after Relax's."""
+    """Patch the method of MindSpeed's profiler that adds its options; Relax adds its own before."""
     yield Patch(
         target=f"{_MODULE}:ProfileFeature.register_args",
         op="relax_arguments",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from npu_ops_adapters.patching import Patch
 
 _LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
-# The layer has three delta rules. With both settings False it selects the one in PyTorch, which
-# npu-ops replaces.
+# The layer has three implementations of the delta rule. With both settings False it selects the
+# PyTorch one, which npu-ops replaces.
 _ASKED = ("use_triton_gdn", "use_ascend_gdn")
 
 

@@ -9,7 +9,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Patch methods of torch's groups that Relax's class does not forward."""
+    """Add methods of torch's ProcessGroup that Relax's class does not forward."""
     return reloadable_groups.patches(
         "relax.utils.reloadable_process_group", "relax_process_groups", "Relax 36a3e048"
     )

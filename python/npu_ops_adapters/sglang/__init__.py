@@ -35,7 +35,7 @@ def load_plugins() -> None:
 
 
 def adopt() -> None:
-    """Tell the engine which hooks SGLang has applied."""
+    """Record in `npu_ops_adapters.patching` which hooks SGLang has applied."""
     _hooks().adopt()
 
 

@@ -2,8 +2,8 @@
 
 A captured graph contains sequence lengths. Before each replay torch_npu can update the lengths of
 its own operators, by the argument's name. But it finds only calls in SGLang's code, none inside
-npu-ops. So if the plan chooses the operator that SGLang captures and updates, SGLang's call runs.
-Otherwise npu-ops runs and reads the lengths from the device.
+npu-ops. So if `npu_ops.plan_attention` chooses the operator that SGLang captures and updates,
+SGLang's call runs. Otherwise npu-ops runs and reads the lengths from the device.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def verify(
         ends = self.forward_metadata.actual_seq_lengths_q
         starts = torch.nn.functional.pad(ends, (1, 0))
         return call.several_each(starts, each, self.forward_metadata.seq_lens)
-    tokens = _tokens(q, forward_batch)  # padded sequences have lengths too
+    tokens = _tokens(q, forward_batch)  # SGLang also passes lengths of padding sequences
     lengths = [each] * (tokens // each) if verified else forward_batch.extend_seq_lens_cpu
     starts = [start for start in _starts(lengths) if start <= tokens]
     keys = self.forward_metadata.seq_lens_cpu_int
@@ -157,7 +157,11 @@ class Call:
                 raise ValueError(f"cache: got {cache.dtype}, needs q's {self.q.dtype}")
 
     def leave_to_sglang(self, **spec) -> None:
-        """Raise NotOursError if the plan chooses the operator that SGLang captures and updates."""
+        """Raise NotOursError if SGLang's own call should be captured.
+
+        That is so if `npu_ops.plan_attention` chooses the operator that SGLang captures and
+        updates, and the layer has no window.
+        """
         layer, backend = self.layer, self.backend
         alone = self.sinks is None and not getattr(backend, "is_hybrid_swa", False)
         plan = npu_ops.plan_attention(
@@ -182,7 +186,10 @@ class Call:
             self.pool.set_kv_buffer(self.layer, place, k, v)
 
     def packed(self, starts, keys, k, v, save_kv_cache):
-        """Write the keys and values, then attend; tokens behind the last start are padding."""
+        """Write the keys and values, then attend.
+
+        starts: like cu_seqlens. Tokens after its last entry are padding.
+        """
         if keys is None or len(keys) != len(starts) - 1 or starts[-1] > self.q.shape[0]:
             raise ValueError("seq_lens_cpu: got none or others, needs one for each sequence")
         self.write(k, v, save_kv_cache)
@@ -201,7 +208,7 @@ class Call:
         )  # fmt: skip
 
     def one_each(self, keys, keys_cpu=None):
-        """Attend with one query per sequence; rows behind them are padding."""
+        """Attend with one query per sequence; rows after the last sequence are padding."""
         blocks = self.blocks
         q = self.q[: blocks.shape[0]]
         return self.attend(
@@ -248,8 +255,10 @@ class Call:
         return (metadata.block_tables_swa if own else metadata.block_tables).to(torch.int32)
 
     def on_device(self, lengths):
-        """Copy lengths to the device once per step; the step's metadata, shared by layers, caches
-        them."""
+        """Copy lengths to the device once per step.
+
+        The step's metadata, which all layers share, caches the copies.
+        """
         kept = vars(self.backend.forward_metadata).setdefault("npu_ops", {})
         known = tuple(lengths.tolist())
         if known not in kept:

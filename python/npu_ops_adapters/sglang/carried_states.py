@@ -1,8 +1,9 @@
-"""NPU_OPS_CONSISTENT=chunks: states of Gated Delta Net carry their unfinished chunk.
+"""With NPU_OPS_CONSISTENT=chunks, states of Gated Delta Net carry their unfinished chunk.
 
-The pool's states get more rows. SGLang copies, caches, sends and clears a slot as a whole, so a
-chunk's tokens always move with their state. Continuing a prompt or decoding a token then gives the
-bits that the sequence has in training.
+A carried state is the state before the unfinished chunk, followed by rows for that chunk's tokens;
+see `npu_ops.unfinished_rows`. So states in the pool get more rows. SGLang copies, caches, sends and
+clears a slot as a whole, so a chunk's tokens always move with their state. Continuing a prompt or
+decoding a token then gives the bits that the sequence has in training.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PARAMETERS = (
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the shape of a state, from which SGLang makes its pools."""
+    """Patch the function that returns a state's shape, from which SGLang makes its pools."""
     if in_force():
         yield Patch(
             target="sglang.srt.configs.mamba_utils:Mamba2StateShape.create",
@@ -89,10 +90,11 @@ def update(
     qkv, a, b, A_log, dt_bias, pool, slots, *, scale=None, cu_seqlens=None,
     intermediate_states=None, intermediate_state_indices=None, disable_state_update=False,
 ):  # fmt: skip
-    """Replace `npu_ops.gated_delta_rule_update`; q, k and v are `[T, heads, ...]`.
+    """Compute `npu_ops.gated_delta_rule_update` with carried states.
 
-    Draft tokens, equally many per sequence, are processed one by one: the state after each is
-    stored.
+    qkv: q, k and v, each `[T, heads, ...]`.
+    intermediate_states: if given, the tokens are draft tokens, equally many per sequence. They are
+    processed one by one, and the state after each is stored there.
     """
     check_pool(pool)
     gates = npu_ops.gdn_gate(a, A_log, dt_bias, b)

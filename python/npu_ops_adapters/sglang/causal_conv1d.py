@@ -28,7 +28,7 @@ def patches() -> Iterable[Patch]:
         (*_HEAD, "kwargs"),
         (*_HEAD, "block_table", "kwargs"),
         _ON_NPU,
-        rebind=False,  # its module may have a second name
+        rebind=False,  # do not replace it under a second name in the same module
     )
 
 

@@ -30,7 +30,7 @@ def patches() -> Iterable[Patch]:
         (*_HEAD, "num_accepted_tokens", *_WINDOW, *_TREE, *_TAIL),
         (*_HEAD, "num_accept_tokens", *_WINDOW, *_TREE, *_TAIL),
         (*_HEAD, "num_accepted_tokens", "intermediate_conv_window", *_TAIL),
-        rebind=False,  # its module may have a second name
+        rebind=False,  # do not replace it under a second name in the same module
     )
 
 

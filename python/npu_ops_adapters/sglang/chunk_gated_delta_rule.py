@@ -1,4 +1,4 @@
-"""Patches the delta rule of prefill in SGLang 0.5.9. Later versions have a dispatcher."""
+"""The delta rule of prefill in SGLang 0.5.9. `gated_delta_net` handles later versions."""
 
 from __future__ import annotations
 

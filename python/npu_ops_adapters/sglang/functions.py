@@ -1,4 +1,4 @@
-"""Shared by the ops here: SGLang's version, and patches of its functions."""
+"""Shared by SGLang's adapters: SGLang's version, and patches of its functions."""
 
 from __future__ import annotations
 

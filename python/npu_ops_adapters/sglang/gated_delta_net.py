@@ -2,7 +2,7 @@
 
 SGLang's pool has a state for each running sequence. Whether a state is [keys, values] or [values,
 keys] depends on the version of SGLang and, on NPUs, of sgl-kernel-npu, see `state_v_first`. If K
-equals V, no check of shapes would find a mistake.
+equals V, no shape check would notice a wrong order.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _replace(original: Callable) -> Callable:
         ours = functools.cache(lambda kernel: Kernel(kernel, v_first))
         for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
             kernel = vars(self).get(name)
-            if type(kernel).__name__ == "TritonGDNKernel":  # other kernels were selected by name
+            if type(kernel).__name__ == "TritonGDNKernel":  # other kernels are chosen by an option
                 setattr(self, name, ours(kernel))
         self.supports_packed_decode = getattr(self.decode_kernel, "supports_packed_decode", False)
 
@@ -187,7 +187,10 @@ class Kernel:
 
 
 def update(v_first, qkv, a, b, A_log, dt_bias, pool, slots, **options):
-    """Run a decoding step; with carried states qkv is a tuple of q, k and v."""
+    """Run a decoding step of the delta rule on the states in `slots` of the pool.
+
+    qkv: as in `npu_ops.gated_delta_rule_update`; with carried states, a tuple of q, k and v.
+    """
     if carried_states.in_force():
         return carried_states.update(qkv, a, b, A_log, dt_bias, pool, slots, **options)
     return npu_ops.gated_delta_rule_update(

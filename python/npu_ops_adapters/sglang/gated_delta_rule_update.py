@@ -1,6 +1,6 @@
-"""The delta rule of decoding in SGLang 0.5.9, a function; later versions have a dispatcher.
+"""The delta rule of decoding in SGLang 0.5.9. `gated_delta_net` handles later versions.
 
-Verification of draft tokens passes computed gates and is not replaced.
+To verify draft tokens, SGLang passes computed gates; npu-ops does not replace that call.
 """
 
 from __future__ import annotations

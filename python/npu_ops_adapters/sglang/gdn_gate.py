@@ -16,7 +16,7 @@ def patches() -> Iterable[Patch]:
         "gdn_gate",
         ours,
         "softplus overflows in it before it is replaced, and on NPUs it is tiled by 8 heads",
-        rebind=False,  # its module may have a second name
+        rebind=False,  # do not replace it under a second name in the same module
     )
 
 

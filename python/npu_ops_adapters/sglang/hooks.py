@@ -1,7 +1,7 @@
 """Registers npu-ops' replacements as hooks in SGLang's HookRegistry.
 
-The registry only logs failures. So before a model is loaded, each hook is checked, and those that
-are not in force are logged as warnings.
+The registry only logs failures. So npu-ops checks each hook before a model is loaded, and logs a
+warning for each hook that is not in force.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_plugins() -> None:
 
 
 def adopt() -> None:
-    """Tell the engine which hooks are in place."""
+    """Record in `npu_ops_adapters.patching` which hooks are in place."""
     for patch, hook in _registered.values():
         outermost = _here(patch)
         for wrapper in patching.wrapped(outermost):

@@ -18,7 +18,7 @@ _HOME = "sglang.srt.layers.hyperconnection"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the code that chooses a kernel; nothing on a CPU without NPU_OPS_CONSISTENT."""
+    """Patch the code that chooses a kernel. On CPUs this needs NPU_OPS_CONSISTENT."""
     if not functions.since("0.5.23") or not (functions.on_npu() or env.settings.consistent):
         return
     yield Patch(

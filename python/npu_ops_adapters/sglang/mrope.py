@@ -12,7 +12,7 @@ _PARAMETERS = ("self", "positions", "query", "key", "fused_set_kv_buffer_arg")
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the same two methods as rope.py does, of `MRotaryEmbedding`."""
+    """Patch `forward_npu` and `forward_native` of `MRotaryEmbedding`."""
     home = functions.rotary_embedding("mrope")
     yield functions.replaced(
         f"{home}:MRotaryEmbedding.forward_npu",

@@ -26,7 +26,7 @@ _SIGNATURES = (_GEMMA[:3], _GEMMA, (*_GEMMA, "quant_linear"))
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the methods for NPUs, for CPUs, and the one that SGLang compiles.
+    """Patch `forward_npu`, `forward_cpu` and `forward_native`, which SGLang compiles.
 
     A norm selects one of them when it is built.
     """
@@ -69,7 +69,7 @@ def ours_of_groups(module, x):
 def _norm(module, x, residual, addition, zero_centered: bool):
     """Normalize x, or with a residual their rounded sum.
 
-    addition: Qwen3-VL's deepstack features or None; they are added to the rounded sum, as in
+    addition: None, or Qwen3-VL's deepstack features. They are added to the rounded sum, as in
     training.
     """
     functions.check_device(x)

@@ -35,7 +35,10 @@ def ours(
     x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
     eps=1e-6,
 ):  # fmt: skip
-    """Normalize x, times the gate g. residual_in_fp32 matters only with prenorm."""
+    """Normalize x and multiply it by the activated gate g.
+
+    residual_in_fp32 is ignored: it matters only with prenorm, which is not supported.
+    """
     functions.check_device(x)
     functions.refuse(bias=bias, residual=residual, prenorm=prenorm)
     return npu_ops.rms_norm_gated(x, weight, g, eps, activation=_activation(activation))
@@ -45,7 +48,10 @@ def ours_by_name(
     *, x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True,
     is_rms_norm=False, activation="swish",
 ):  # fmt: skip
-    """Normalize x, times the gate z. z may be `[T, H, D]` while x is `[T * H, D]`."""
+    """Normalize x and multiply it by the activated gate z.
+
+    norm_before_gate tells which comes first. z may be `[T, H, D]` while x is `[T * H, D]`.
+    """
     functions.check_device(x)
     functions.refuse(bias=bias, is_rms_norm=not is_rms_norm)
     if z is None:

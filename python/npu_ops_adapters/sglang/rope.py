@@ -14,7 +14,7 @@ _PARAMETERS = ("self", "positions", "query", "key", "offsets", "fused_set_kv_buf
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the methods from which SGLang selects one per instance."""
+    """Patch `forward_npu` and `forward_native`, of which each embedding uses one."""
     home = functions.rotary_embedding("base")
     yield functions.replaced(
         f"{home}:RotaryEmbedding.forward_npu",
@@ -51,7 +51,8 @@ def ours_on_cpu(self, positions, query, *args, **kwargs):
 def check_plain(embedding, query, home: str) -> None:
     """Raise NotOursError unless npu-ops computes what this embedding does.
 
-    That needs a class `home` that defines the rotation, and no setting that forces SGLang's method.
+    The class that defines its rotation must be called `home`. No setting may force SGLang's method,
+    and the call must not be inside torch.compile.
     """
     functions.check_device(query)
     if torch.compiler.is_compiling():

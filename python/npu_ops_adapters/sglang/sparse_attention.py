@@ -1,8 +1,9 @@
 """Qwen4-Exp's sparse attention: a query attends to the keys that an indexer chooses for it.
 
-SGLang has this attention for CUDA and ROCm. On other devices its indexer has no method to run, and
-its attention loops over the queries and expects a cache of another shape than on NPUs. On NPUs
-`Tensor.is_cuda` is True in SGLang (torch_npu's `transfer_to_npu`), so it chooses kernels for CUDA.
+SGLang has this attention for CUDA and ROCm. On other devices its indexer has no method to run. Its
+attention loops over the queries, and expects a cache of another shape than caches on NPUs have. On
+NPUs `Tensor.is_cuda` is True in SGLang (torch_npu's `transfer_to_npu`), so SGLang chooses kernels
+for CUDA.
 
 The indexer rotates its blocks of keys by tables that the embedding shares with the attention layers
 (`position_cos`), and overwrites them. On NPUs a decoding step fills these tables only once, in the
@@ -82,7 +83,8 @@ def largest(score, lengths, topk, row_starts=None):
     functions.check_device(score)
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     out = lengths.new_full((score.shape[0], topk), -1, dtype=torch.int32)
-    if env.settings.consistent:  # topk of the span alone chooses as training among equal scores
+    if env.settings.consistent:
+        # Among equal scores, topk chooses as in training only if it gets the span alone.
         for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             found = score[row, start : start + length].topk(min(topk, length)).indices
             out[row, : found.shape[0]] = found.to(torch.int32)
@@ -138,7 +140,7 @@ def rotated(self, positions, tensor, ensure_cos_sin_cache=True):
 
 
 def score_prompts(q, k, row_starts, row_ends, score_scale=None):
-    """Return the indexer's scores, fp32 `[T, keys]`: of each query and each block of keys.
+    """Return the indexer's score of each query for each block of keys, fp32 `[T, keys]`.
 
     q: `[T, N, D]`. k: `[keys, 1, D]`, one key per block. Outside row_starts to row_ends a score is
     -inf.
@@ -222,7 +224,7 @@ def attend_masked(q, keys, values, chosen, metadata, scale):
 
 
 def seen(chosen, length: int) -> torch.Tensor:
-    """Return bool `[queries, length]`: which keys are chosen. Index -1 is none."""
+    """Return a mask of the chosen keys, bool `[queries, length]`. Index -1 chooses no key."""
     mask = torch.zeros(chosen.shape[0], length + 1, dtype=torch.bool, device=chosen.device)
     columns = torch.where(chosen < 0, length, chosen).long()
     return mask.scatter_(1, columns, True)[:, :length]

@@ -64,7 +64,10 @@ def replace_step(original: Callable) -> Callable:
 
 
 def replace_prefill(original: Callable) -> Callable:
-    """Do the same as `replace_step` for three axes, whose sections must fill the rotary dim."""
+    """Do the same as `replace_step` for prefill with mrope sections.
+
+    The kernel needs sections that fill the rotary dimension.
+    """
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_split_qkv_mrope(*args, **kwargs):
@@ -97,7 +100,7 @@ def prefill(
     qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section,
     is_interleaved, rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
 ):  # fmt: skip
-    """Do the same as `step` for three axes; norms multiply by weight, and the gate is optional.
+    """Do the same as `step` with three axes. Norms multiply by weight, and the gate is optional.
 
     cos_sin: `[3, T, R]`, R being rope_dim or else head_size. mrope_section: need not fill the R / 2
     frequencies, see `fitted`.

@@ -59,8 +59,10 @@ def replace(original: Callable) -> Callable:
 
 
 def read(*args, **kwargs) -> dict:
-    """Return a call's arguments by name: in one order the fourth is a weight, in the other a
-    size."""
+    """Return a call's arguments by name.
+
+    The fourth positional argument tells the order: a tensor is a weight, a number is a size.
+    """
     fourth = args[3] if len(args) > 3 else None
     names = WEIGHTS_FIRST if isinstance(fourth, torch.Tensor) else SIZES_FIRST
     return dict(zip((*names, "is_neox_style"), args, strict=False)) | kwargs
@@ -73,7 +75,7 @@ def compute(
     """Return q, k and v of `[T, q + 2 kv]`; sin and cos are `[T, 1, 1, R]`, R up to head_dim."""
     cos, sin = cos.flatten(1), sin.flatten(1)
     pairs = {"pair_layout": "half" if is_neox_style else "interleaved", "rotary_dim": cos.shape[1]}
-    if not is_neox_style:  # the first half of a row has the angle of each pair
+    if not is_neox_style:  # the first half of a row of cos and sin has one value for each pair
         cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, dim=1) for x in (cos, sin))
     if eps is not None and q_bias is None and k_bias is None:
         *heads, _ = npu_ops.qk_norm_rope(

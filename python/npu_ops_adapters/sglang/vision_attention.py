@@ -46,7 +46,7 @@ def _replace(original: type) -> type:
             return theirs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, bsz=bsz, seq_len=seq_len, **options)
 
         def _made(self, original):
-            """Return an instance of SGLang's class: without an NPU that of SDPA."""
+            """Return an instance of the replaced class; without an NPU, of SGLang's SDPA class."""
             if not self._theirs:  # in a list, so that it is no submodule and loads no weights
                 chosen = original if functions.on_npu() else _module().VisionSdpaAttention
                 self._theirs.append(chosen(**self._settings))

@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
         ours,
         "on NPUs it multiplies in the heads' dtype; elsewhere it is compiled, for a minute",
         ("q", "k", "cos", "sin", "unsqueeze_dim"),
-        rebind=False,  # its module has two names for it
+        rebind=False,  # its module holds it under a second name, which is not replaced
     )
     if env.settings.consistent:
         yield functions.replaced(

@@ -1,6 +1,6 @@
-"""Rollout by an SGLang that is newer than slime expects. slime fails with it on GPUs too.
+"""Rollout with an SGLang that is newer than slime expects. slime fails with it on GPUs too.
 
-1. Since 0.5.20 SGLang's arguments are no dataclass, but slime reads them as one.
+1. From 0.5.20 on, SGLang's arguments are no longer a dataclass, but slime reads them as one.
 2. SGLang 0.5.23 takes new weights only between two requests that begin and end the update. slime
    sends neither.
 """
@@ -20,7 +20,8 @@ from npu_ops_adapters.patching import Patch
 _HOME = "slime.backends.sglang_utils.sglang_engine"
 _ENGINE = f"{_HOME}:SGLangEngine"
 _FIELDS = "sglang.srt.arg_groups.arg_utils"
-# An attribute of an engine: absent, "open", or "none" if SGLang has no sessions.
+# Attribute of slime's engine object: absent between updates, "open" during an update, or "none" if
+# this SGLang does not know the two requests.
 _SESSION = "_npu_ops_session"
 _NOT_FOUND = 404
 
@@ -84,7 +85,7 @@ def _begin_first(original: Callable) -> Callable:
 
 
 def _begin(engine: Any) -> bool:
-    """Begin an update. Return False if the server needs no such request."""
+    """Begin an update. Return False if the server does not know this request."""
     try:
         engine._make_request("begin_weight_update")
     except sys.modules[_HOME].requests.exceptions.HTTPError as error:

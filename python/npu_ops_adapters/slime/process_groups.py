@@ -9,7 +9,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Add the methods of torch's groups that slime's class does not forward."""
+    """Add methods of torch's ProcessGroup that slime's class does not forward."""
     return reloadable_groups.patches(
         "slime.utils.reloadable_process_group", "slime_process_groups", "slime v0.2.2 and 624b824a"
     )

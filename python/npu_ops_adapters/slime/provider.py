@@ -1,6 +1,6 @@
 """Copies slime's arguments to Megatron-Bridge's provider; slime v0.2.2 passes only a few.
 
-MindSpeed's functions read their settings in the provider, because it is the configuration of the
+MindSpeed's functions read their settings from the provider, because it is the configuration of the
 model.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from npu_ops_adapters.patching import Patch
 
 _ARGUMENTS = "mindspeed.args_utils"  # holds slime's arguments after `mindspeed` has passed them on
-# The provider has defaults for these that may differ from slime's arguments.
+# The provider has these attributes already, with defaults that may differ from slime's arguments.
 ASKED = (
     "gradient_accumulation_fusion",
     "recompute_granularity",
@@ -23,7 +23,10 @@ ASKED = (
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `finalize` in slime's processes: a trainer calls it after it has set its arguments."""
+    """Patch `finalize`, which slime calls after it has set its own few arguments.
+
+    Only slime's processes are patched.
+    """
     if "megatron" in sys.modules and "slime" not in sys.modules:
         return
     yield Patch(

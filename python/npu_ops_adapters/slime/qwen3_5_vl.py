@@ -1,4 +1,4 @@
-"""slime's Qwen3.5 with pictures: its kind of rope with MindSpeed, and sequences of odd length."""
+"""Fixes for slime's Qwen3.5 with pictures: mrope with MindSpeed, and sequences of odd length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODEL = "slime_plugins.models.qwen3_5_vl"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the model's constructor, and the function that returns the tokens of a rank."""
+    """Patch the model's constructor, and the function that returns the token indices of a rank."""
     yield Patch(
         target=f"{_MODEL}:Qwen3_5VLModel.__init__",
         op="slime_qwen3_5_vl",

@@ -3,7 +3,7 @@
 1. The delta rule does not get `cu_seqlens`: the state of a packed sequence passes into the next.
    slime fixed this in v0.2.3 (#1686).
 2. With sequence parallelism, gradients are summed over ranks although each rank already has the
-   full gradient, so they are too large by the number of ranks. slime fixed this in v0.2.4 (#1748).
+   full gradient. They are too large by the number of ranks. slime fixed this in v0.2.4 (#1748).
 
 npu-ops detects both in slime's source, and logs each once.
 """
@@ -24,9 +24,9 @@ from npu_ops_adapters.patching import Patch
 _LAYERS = "slime_plugins.models.qwen3_next"
 _AROUND = "slime_plugins.models.hf_attention"
 _GATHER = "gather_from_sequence_parallel_region"
-_ALONE = "tensor_parallel_output_grad"  # its argument: False where each rank computes all
+_ALONE = "tensor_parallel_output_grad"  # argument of _GATHER; False: ranks have whole gradients
 
-_now = threading.local()  # .lengths: of the layer that runs now
+_now = threading.local()  # .lengths: cu_seqlens of the layer that this thread runs
 
 
 def patches() -> Iterable[Patch]:

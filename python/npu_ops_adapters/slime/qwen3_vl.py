@@ -1,6 +1,6 @@
-"""Qwen3-VL by Megatron-Bridge: slime newer than v0.2.2 has only an option for such a model.
+"""Builds Qwen3-VL with Megatron-Bridge, for slime newer than v0.2.2.
 
---spec npu_ops_adapters.slime.qwen3_vl model_provider
+slime takes such a model by an option: `--spec npu_ops_adapters.slime.qwen3_vl model_provider`.
 """
 
 from __future__ import annotations

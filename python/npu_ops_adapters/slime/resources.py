@@ -100,8 +100,10 @@ def _npu_ids() -> list[int]:
 
 
 class DeviceOfBundle:
-    """slime's InfoActor, with NPUs. Ray runs a copy of this class in a process that imports neither
-    slime nor torch, so patches do not reach it.
+    """Replaces slime's InfoActor: returns the node's address and the id of its GPU or NPU.
+
+    Ray runs a copy of this class in a process that imports neither slime nor torch. No patch is
+    applied there.
     """
 
     def get_ip_and_gpu_id(self):

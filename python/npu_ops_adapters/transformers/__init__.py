@@ -1,10 +1,10 @@
-"""transformers 4.57 to 5.23: one file for each op, which patches every model that has it.
+"""transformers 4.57 to 5.23: one file for each op; it patches every model that has the op.
 
 `models` lists the models. `equivalence` checks that a model's function computes what npu-ops does.
 
-A model looks these functions up in its own module at each call, so they are replaced there. Up to
-5.10 those of Gated Delta Net are looked up when a layer is built. Attention is also registered by
-name: `attn_implementation="npu_ops"`.
+A model looks up its functions in its own module at each call, so they are replaced there. Up to
+5.10 a layer looks up the functions of Gated Delta Net once, when it is built. Attention is
+registered under a name: `attn_implementation="npu_ops"`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     model = AutoModel.from_pretrained(..., attn_implementation="npu_ops")
 
-transformers makes the masks that it makes for SDPA: boolean ones, or None if is_causal is enough. A
-mask that only separates packed sequences and is causal is recognized, and replaced by the
-sequences' starts. Vision towers pass their images' starts, as they do for flash attention, so one
-call computes all images. Each layer reads masks and lengths again, because their memory may have
-changed since the last layer.
+transformers makes the same masks as for SDPA: boolean ones, or None if is_causal is enough. If a
+mask is causal and otherwise only separates packed sequences, npu-ops replaces it by the sequences'
+starts. Vision towers pass their images' starts, as they do for flash attention, so one call
+computes all images. Each layer reads masks and lengths again, because their memory may have changed
+since the last layer.
 
 If verl splits a sequence over ranks, the ranks exchange tokens and heads, as verl does for flash
 attention.
@@ -99,8 +99,8 @@ def _mask(original: None) -> Callable:
 def _note_packing(mask) -> None:
     """If a mask is packed and causal, attach the sequences' starts and a copy of the mask to it.
 
-    Comparing the mask's values makes the host wait, so traces and captured graphs are skipped, as
-    are masks that are not square (as in decoding).
+    To compare the mask's values, the host must wait for the device, which it cannot do in traces
+    and captured graphs. So masks there are skipped, as are masks that are not square (decoding).
     """
     square = mask.shape[0] == 1 and mask.shape[2] == mask.shape[3]
     if not square or not is_plain(mask) or is_captured(mask.device):
@@ -215,9 +215,10 @@ def _spread(query, key, value, is_causal, mask, options, settings):
 def _dense(query, key, value, mask, is_causal, settings):
     """Attend dense sequences: `[B, N, S, D]` in, `[B, S, N, D]` out.
 
-    A call without a mask has the meaning that it has in transformers' SDPA: a single query attends
-    to all keys. Several causal queries attend to as many keys as there are queries, the first ones:
-    the rest of a cache of fixed size is empty.
+    A call without a mask means the same as in transformers' SDPA:
+
+    - A single query attends to all keys.
+    - S causal queries attend only to the first S keys: the rest of a cache of fixed size is empty.
     """
     length = query.shape[2]
     is_causal = is_causal and mask is None and length > 1

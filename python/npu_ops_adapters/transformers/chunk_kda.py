@@ -47,8 +47,8 @@ def ours(
     """Return the npu-ops call for this call of transformers. Arguments in `unread` are ignored.
 
     Raises:
-        RuntimeError: verl has split the sequence over ranks: each rank would start with a new
-            state.
+        RuntimeError: verl's Ulysses has split the sequence over ranks. Each rank would start with
+            a new state.
     """
     check_whole("verl has no Kimi Delta Attention over several ranks")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)

@@ -41,9 +41,10 @@ class Variant(NamedTuple):
     reads: Names = ()
 
     def on(self, subject: Any) -> Callable:
-        """Return `ours`; for a class it also checks the settings of each module.
+        """Return `ours`. For a class, return `ours` with a check of the module's settings.
 
-        It then raises ValueError if they differ from the settings of the modules compared here.
+        The check raises ValueError if they differ from the settings of the small modules that
+        `build` makes.
         """
         if self.build is None:
             return self.ours

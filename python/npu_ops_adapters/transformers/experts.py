@@ -4,7 +4,7 @@ torch_npu for torch 2.7 to 2.13 has no kernel for PyTorch's grouped product. The
 function fails, or waits for each group's length and runs one product per group. transformers' own
 function also runs one product per group.
 
-With NPU_OPS_CONSISTENT, the grouped implementation replaces transformers' other implementations in
+With NPU_OPS_CONSISTENT, transformers' grouped implementation replaces its other implementations in
 PyTorch. It then adds a token's experts in order of expert id, as npu-ops does in each framework.
 """
 

@@ -64,7 +64,7 @@ def ours_by_channel(
 ) -> Callable:  # fmt: skip
     """Return the npu-ops call for this call of transformers; g is `[B, T, HV, K]`.
 
-    With NPU_OPS_CONSISTENT=1 that is the rule by chunks, which training runs.
+    With NPU_OPS_CONSISTENT=1 the call runs `chunk_kda`, as training does.
     """
     if env.settings.consistent == "chunks":
         raise ValueError("g: got a decay by key channel, whose states carry no unfinished chunk")

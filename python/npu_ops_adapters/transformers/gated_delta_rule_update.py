@@ -1,8 +1,8 @@
 """A decoding step of Gated Delta Net: gates, norms of q and k and the delta rule in one launch.
 
 transformers computes the gates separately, and copies the rule's new state into the cache. npu-ops
-needs three launches between the projections: the convolution, the rule, which updates the cache's
-state in place, and the gated norm.
+needs three launches between the projections: the convolution, the rule and the gated norm. The rule
+updates the cache's state in place.
 """
 
 from __future__ import annotations

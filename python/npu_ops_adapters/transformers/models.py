@@ -152,7 +152,7 @@ def imported(models: Names) -> Names:
 
 
 def linear() -> Names:
-    """Return imported models with linear attention: they define its convolution or its rule."""
+    """Return imported models with linear attention: each defines one of the functions `_PARTS`."""
     models = filter(None, map(npu_ops_import_hook.model_of_transformers, list(sys.modules)))
     return tuple(model for model in models if any(_defines(model, name) for name in _PARTS))
 
@@ -166,7 +166,7 @@ def _defines(model: str, name: str) -> bool:
 def vision() -> Names:
     """Return the models with a vision tower.
 
-    They are those of VISION, and each imported model with linear attention and a tower.
+    These are the models in VISION, and each imported model with linear attention and a tower.
     """
     return (*VISION, *having(linear(), "apply_rotary_pos_emb_vision"))
 
@@ -174,7 +174,7 @@ def vision() -> Names:
 def modules() -> list[str]:
     """Return the modules of installed models that are patched.
 
-    They are those listed by name, and those whose source defines a rule of linear attention.
+    These are the models listed by name, and those whose source defines RULE or RULE_BY_CHANNEL.
     """
     package = importlib.util.find_spec("transformers")
     roots = package and package.submodule_search_locations or ()

@@ -1,4 +1,4 @@
-"""RMSNorm: before and after each layer, and of the heads of q and k."""
+"""RMSNorm of hidden states, and of the heads of q and k."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIGNATURES = ("self", "hidden_states"), ("self", "x")
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method that normalizes and multiplies."""
+    """Patch `forward` of each model's RMSNorm classes."""
     for model, name in _CLASSES.items():
         if model not in models.QWEN2_VL or models.having((model,), name):
             yield from models.replaced(

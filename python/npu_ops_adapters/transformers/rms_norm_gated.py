@@ -17,7 +17,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method that normalizes, multiplies and rounds."""
+    """Patch `forward` of each model's gated norm."""
     variant = Variant(ours, _calls, small_norm, reads=("activation",))
     yield from models.compared_classes(
         models.linear(), "RMSNormGated", "rms_norm_gated", (variant,), _NAMES
@@ -40,9 +40,8 @@ def _calls(cls: type) -> list[tuple]:
 def ours(module, hidden_states, gate=None) -> Callable:
     """Return the npu-ops call for this call of transformers.
 
-    npu-ops rounds the result once, transformers twice.
-
-    Version 4 always uses silu; version 5 has an attribute for the activation.
+    npu-ops rounds the result once, transformers twice. transformers 4 always uses silu; version 5
+    has an attribute for the activation.
     """
     x, weight = hidden_states, module.weight
     activation = getattr(module, "activation", "silu")

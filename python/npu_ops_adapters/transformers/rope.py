@@ -75,7 +75,7 @@ def ours(q, k=None, cos=None, sin=None, position_ids=None, unsqueeze_dim=1) -> C
 
 
 def ours_narrow(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """Return the call of `ours_whole` for models whose function returns q's dtype."""
+    """Return the call for models whose function rotates whole heads and returns q's dtype."""
     ours_whole(q, k, cos, sin, position_ids, unsqueeze_dim)
     if isinstance(position_ids, int):
         unsqueeze_dim = position_ids
@@ -86,7 +86,7 @@ def ours_narrow(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
 
 
 def ours_whole(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """Return the call of `ours` for models whose function always rotates whole heads."""
+    """Return the same call as `ours`, for models whose function always rotates whole heads."""
     call = ours(q, k, cos, sin, position_ids, unsqueeze_dim)
     if cos.shape[-1] != q.shape[-1]:
         raise check.shape("cos", cos, f"[B, S, {q.shape[-1]}]")

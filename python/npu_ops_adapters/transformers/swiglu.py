@@ -25,7 +25,7 @@ _SIGNATURES = ("self", "x"), ("self", "hidden_state"), ("self", "hidden_states")
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `forward` of each class that uses just `_PARTS`, and `_apply_gate` of experts."""
+    """Patch `forward` of each class that uses only `_PARTS`, and `_apply_gate` of experts."""
     known = models.imported((*models.BY_NAME, *models.linear()))
     variant = Variant(ours, _calls, _small_mlp)
     yield from models.compared_classes(known, _is_mlp, "swiglu", (variant,), *_SIGNATURES)
@@ -33,8 +33,9 @@ def patches() -> Iterable[Patch]:
     for model in known:
         for name in models.classes(model, _has_gate_of_experts):
             target = f"{models.home(model)}:{name}._apply_gate"
-            # Patch each class, not the function that a decorator of transformers gives it: classes
-            # that are made later would get the replacement, and keep it after a revert.
+            # A decorator of transformers gives all classes the same function. Patch each class, not
+            # that function: classes made later would get the replacement, and keep it after a
+            # revert.
             yield models.patch(
                 target, "swiglu", make, (("self", "gate_up_out"),), why=_WHY, rebind=False
             )

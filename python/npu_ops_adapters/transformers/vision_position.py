@@ -1,7 +1,7 @@
 """With NPU_OPS_CONSISTENT, a vision tower's position embedding has the bits of the servers.
 
 transformers interpolates in fp32 on the device, and version 4 also rounds the weights. SGLang and
-vLLM with npu-ops interpolate in fp64 and round once. With this patch transformers does so, too.
+vLLM with npu-ops interpolate in fp64 and round once. With this patch transformers does the same.
 """
 
 from __future__ import annotations

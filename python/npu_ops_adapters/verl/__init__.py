@@ -1,6 +1,6 @@
-"""verl 0.9. The patches here make npu-ops' operators work with what verl changes in a model.
+"""verl 0.9: patches with which npu-ops' operators work in models that verl has changed.
 
-- `npu_patches`: verl's own NPU patches leave functions alone that npu-ops has replaced.
+- `npu_patches`: verl's own NPU patches do not overwrite functions that npu-ops has replaced.
 - `ulysses`: layers exchange tokens and heads if Ulysses splits a sequence over ranks.
 - `log_probs`: log-probabilities are in fp32.
 - `vision_position`: a vision tower's position embedding has the bits of the servers.

@@ -51,7 +51,11 @@ def _replace(original: Callable) -> Callable:
 
 
 def _is_ours(layer, x, cu_seqlens, cu_seqlens_cpu) -> bool:
-    """Return whether the lengths cover all ranks' tokens and the heads divide by the ranks."""
+    """Return whether npu-ops supports the call.
+
+    cu_seqlens must end at the number of all ranks' tokens. The number of ranks must divide the
+    numbers of heads.
+    """
     ranks = ulysses.size()
     total = int((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)[-1])
     shared = layer.num_k_heads % ranks == 0 and layer.num_v_heads % ranks == 0
@@ -81,13 +85,16 @@ def _forward(layer, x, cu_seqlens):
 
 
 def _gathered(layer, x):
-    """Return q, k and v side by side, and a and b side by side: all tokens of this rank's heads."""
+    """Return q, k and v side by side, and a and b side by side, for this rank's heads.
+
+    x: this rank's span of the tokens. The result has all tokens.
+    """
     qkv, a, b = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     ranks = ulysses.size()
     if ranks == 1:
         return qkv, torch.cat((a, b), dim=-1)
     parts = [*qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1), a, b]
-    # Exchange all parts at once: dimension 2 is the rank, whose row has its heads of each part.
+    # Exchange all parts at once. Dimension 2 is the receiving rank: each part's heads of that rank.
     rows = torch.cat([part.unflatten(-1, (ranks, -1)) for part in parts], dim=-1)
     mine = ulysses.gather_tokens(rows, tokens=1, heads=2)[:, :, 0]
     return mine.split([qkv.shape[-1] // ranks, 2 * a.shape[-1] // ranks], dim=-1)

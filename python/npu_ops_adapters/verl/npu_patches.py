@@ -13,7 +13,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function of verl that applies all of its patches."""
+    """Patch the function with which verl applies all of its NPU patches."""
     yield Patch(
         target="verl.models.transformers.npu_patch:apply_npu_patches",
         op="verl_npu_patches",

@@ -2,8 +2,8 @@
 
 Each rank has a span of the tokens, with all heads. Layers that mix tokens need all tokens, so each
 rank exchanges its span for all tokens of some heads. verl makes this exchange only inside its flash
-attention function, and only if a model passes position_ids, which a vision tower does not. Any
-other attention function must make the exchange itself, or it attends only within the span.
+attention function, and only if a model passes position_ids; a vision tower passes none. Any other
+attention function must make the exchange itself, or it attends only within the span.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rank() -> int:
 def gather_tokens(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
     """Exchange a span of tokens with all heads for all tokens with this rank's share of the heads.
 
-    tokens, heads: the numbers of these dimensions of x.
+    tokens, heads: the indices of these dimensions of x.
     """
     return sys.modules[_MODULE].gather_seq_scatter_heads(x, seq_dim=tokens, head_dim=heads)
 
@@ -44,7 +44,7 @@ def starts(position_ids: torch.Tensor) -> torch.Tensor:
     """Return cu_seqlens of all tokens: a sequence starts where the positions jump.
 
     position_ids: `[1, T / ranks]`, those of this rank's span. Each layer gathers them again, as
-    flash attention does.
+    verl's flash attention does.
     """
     spans = [torch.empty_like(position_ids) for _ in range(size())]
     group = sys.modules[_MODULE].get_ulysses_sequence_parallel_group()

@@ -1,6 +1,6 @@
 """With NPU_OPS_CONSISTENT, verl's position embedding of a vision tower has the bits of the servers.
 
-verl sets its own function in transformers' models, which some versions of transformers call.
+verl sets its own function in transformers' models. Only some versions of transformers call it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Python runs this at the start of each process of an unchanged slime or Relax.
 
 It provides stand-ins for packages that this machine lacks, and records what the trainer computes.
-The trainer, Megatron-LM and MindSpeed are unchanged with two exceptions: training is in fp32, as
-bf16 would hide differences, and metrics also go to a file.
+The trainer, Megatron-LM and MindSpeed are unchanged with two exceptions:
+
+- Training is in fp32, because bf16 would hide differences. SLIME_DTYPE turns this off.
+- Metrics also go to a file.
 """
 
 import importlib.machinery
