@@ -33,7 +33,7 @@ class Statistics:
     """Totals of a kernel's launches.
 
     Attributes:
-        launches, programs: how many ran.
+        launches, programs: numbers of launches and programs that ran.
         bytes_loaded, bytes_stored: moved from and to global memory. Masked-off elements count if
             the compiled kernel moves them: a gather reads its masked elements, a block does not.
         arguments: (bytes loaded, bytes stored) by argument name. If several arguments point to the

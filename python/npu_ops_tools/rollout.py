@@ -24,7 +24,7 @@ from npu_ops.core import env
 # Tokens of the prompts in each half. A prompt of the second half begins with the whole prompt of
 # the first.
 LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
-# Patches of the picture in height and width; tokens before it, and after it in both prompts.
+# Patches of the picture in height and width; tokens before it, and after it in each prompt.
 PATCHES, AROUND = (8, 12), (60, (9, 40))
 
 

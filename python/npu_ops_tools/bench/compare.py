@@ -11,7 +11,7 @@ from npu_ops_tools.bench.work import OURS
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The time of `new` over that of `old`, with a range from the intervals of both medians."""
+    """The ratio of new to old time; low and high follow from the intervals of both medians."""
 
     old: Row
     new: Row

@@ -34,7 +34,7 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One kernel for one SoC: a report, or why there is none."""
+    """One kernel for one SoC. Without a report, `faults` says why it does not compile."""
 
     op: str
     launch: Launch
@@ -161,7 +161,7 @@ def _rows(
 
 
 def _rows_of_op(op: str, soc: str, cases: list[str] | None, dtypes: list[str]) -> list[Row]:
-    """Compile an op. If this compiler runs out of memory, the op's smaller tiles are compiled."""
+    """Compile an op's kernels. On "ub overflow", compile all again with halved tiles."""
 
     def compiled() -> list[Row]:
         found = launches(op, cases, [getattr(torch, name) for name in dtypes], soc)

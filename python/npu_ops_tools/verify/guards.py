@@ -1,4 +1,4 @@
-"""Canaries around every tensor of a launch."""
+"""Puts canaries (known bytes) around every tensor of a launch, to find writes out of bounds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Copies:
 
 
 def _each(args: tuple, function: Callable) -> tuple:
-    """Apply `function` to each argument; groups are expanded."""
+    """Apply `function` to each argument, and to each field of a named tuple."""
     return tuple(
         type(arg)(*map(function, arg)) if hasattr(arg, "_fields") else function(arg) for arg in args
     )

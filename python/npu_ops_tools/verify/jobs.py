@@ -16,7 +16,7 @@ DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
 # Models for timing: the first one that has an op provides its shapes.
 TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3.5-35b-a3b")
 DTYPES = ("bfloat16", "float32", "float16")
-MICROBENCHMARKS = "microbenchmarks"  # of a device: they measure the constants of npu-ops model
+MICROBENCHMARKS = "microbenchmarks"  # a job that measures the constants of `npu-ops model`
 OF_AN_OP = ("check", "time")  # kinds of jobs that belong to an op
 FEW = 64  # tokens to use for a large case whose size does not matter
 
