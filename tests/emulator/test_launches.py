@@ -1,4 +1,4 @@
-"""How many kernels a model launches: `npu-ops launches`, with upper limits."""
+"""Upper limits of the kernels that models launch, counted by `npu-ops launches`."""
 
 import json
 import pathlib

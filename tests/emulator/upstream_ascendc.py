@@ -2,8 +2,9 @@
 
 python tests/emulator/upstream_ascendc.py --sgl SGL_KERNEL_NPU --vllm VLLM_ASCEND
 
-Each argument is a checkout of upstream's repository; none of its files is changed or copied. These
-kernels were not written for the twin, so they test its instructions more than ours do. Prints each
+Each argument is a checkout of upstream's repository; none of its files is changed or copied. The
+twin (csrc/twin) runs AscendC instructions on the CPU. These kernels were not written for the twin,
+so they test its instructions more than ours do. Prints each
 kernel's error against the formula in fp64 on the same rounded inputs, and the twin's findings. The
 exit status is 1 if a result is wrong, or if a finding is not in KNOWN.
 """
