@@ -1,7 +1,7 @@
 """The demo: trains real megatron-core models with and without npu-ops, and compares.
 
-Both sides run the same program (`demo_model`) in two processes, one with NPU_OPS_DISABLE set. There
-is no other difference: npu-ops registers itself.
+Both sides run the same program (`demo_model`) in two processes, one with NPU_OPS_DISABLE set. On an
+NPU the other one has NPU_OPS_STRICT=1. There is no other difference: npu-ops registers itself.
 """
 
 from __future__ import annotations

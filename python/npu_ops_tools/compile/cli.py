@@ -91,7 +91,8 @@ def compile_command(
 ) -> None:
     """Compile Triton kernels with the vendor's compiler, without an NPU, and check the result.
 
-    The exit status is 1 if a kernel does not compile, has a scalar loop, or lost multi-buffering.
+    The exit status is 1 if a kernel does not compile, has a scalar loop, stores beyond its mask, or
+    lost an optimization such as multi-buffering.
 
     \b
     npu-ops compile l2norm --dtype bfloat16 --soc Ascend910_9391

@@ -126,9 +126,10 @@ class Expected:
 
 
 def check(subject: Subject, expected: Expected, note: Note) -> Iterator[tuple[str, dict]]:
-    """Yield the name and the result of each check, until one is wrong.
+    """Yield the name and the result of each check.
 
-    Bounds come first: a write out of bounds may break anything that comes later.
+    Bounds come first. If they are wrong, the other checks do not run: a write out of bounds may
+    break any of them.
     """
     poisoned = mock.patch.object(library, "poison_outputs", True)
     found: list[str] = []

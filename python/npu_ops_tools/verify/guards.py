@@ -37,7 +37,7 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
-    """In a block, call `note` with the op and the arguments before each launch."""
+    """In a block, call `note(table, arguments)` before each launch."""
     launch = Table.launch
 
     def noting(table: Table, chosen, args) -> None:

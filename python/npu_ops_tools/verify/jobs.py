@@ -120,8 +120,8 @@ def _checked(op: str, full: bool, device: str) -> Iterator[tuple[cases.Case, str
     """Yield cases, dtypes and tokens; 0 is the case's own number.
 
     A quick run has the representative cases, with few tokens if they are large, the first one in
-    all dtypes. A full run has all cases. Large ones are left out on the emulated NPU, where they
-    take minutes, and for plain PyTorch, which may run out of memory.
+    all dtypes. A full run has all cases, except large ones on the emulated NPU, where they take
+    minutes. `_of_op` leaves large ones out for plain PyTorch, too, which may run out of memory.
     """
     module, chosen = cases.of(op), representative(op)
     for number, case in enumerate(chosen):
