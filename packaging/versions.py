@@ -249,7 +249,7 @@ def ascendc(row: Row) -> str:
 
 
 def demo(row: Row) -> str:
-    """Train megatron-core on two ranks, with npu-ops and without."""
+    """Train megatron-core without and with npu-ops, and with npu-ops on two ranks."""
     options = ("--device", "npu-emulated", "--steps", "10", "--seeds", "2")
     run(row, "npu-ops", "demo", *options, "--output", row.folder / "report", cwd=ROOT)
     return "yes"

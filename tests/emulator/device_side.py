@@ -58,7 +58,7 @@ def findings(source: pathlib.Path, *flags: str) -> list[str]:
 
 
 def judge(source: pathlib.Path, *flags: str) -> tuple[list[str], Module | None]:
-    """Return the findings, and clang's code of the kernel; None if clang refused it."""
+    """Return the findings, and the kernel's LLVM assembly; None if clang refused the kernel."""
     command = [*_compiler(), "-include-pch", _headers(), *flags, f"-I{source.parent}", source]
     with tempfile.TemporaryDirectory() as scratch:
         plain = pathlib.Path(scratch) / "plain.ll"
@@ -175,7 +175,7 @@ def _declarations() -> str:
     return "".join(lines)
 
 
-# ---- code from clang ----
+# ---- LLVM assembly from clang ----
 
 
 class Module:
