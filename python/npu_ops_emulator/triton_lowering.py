@@ -264,9 +264,9 @@ def _llvm_ir(path: pathlib.Path) -> str:
 def _machine_code(text: str, vectorise: bool) -> bytes:
     """Compile LLVM IR to an object file.
 
-    With vectorization, compilation takes four times as long. It pays off for matrix products, which
-    run ten times as fast. Element-wise code runs only three times as fast, and kernels of tests run
-    for milliseconds.
+    Vectorization makes compilation take four times as long. That pays off for matrix products,
+    which run ten times as fast. Element-wise code runs only three times as fast, and kernels of
+    tests run for milliseconds.
     """
     import llvmlite.binding as llvm
 

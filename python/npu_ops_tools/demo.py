@@ -35,7 +35,7 @@ HYBRID = (
     "The hybrid wants flash-linear-attention, which is not used: alone it computes by Megatron's "
     "functions in PyTorch (deterministic mode), with npu-ops by ours."
 )
-TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # quick to benchmark
+TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # ops to benchmark
 Run = tuple[str, float, int]  # model, dropout, seed
 # Tolerance without dropout. Losses with and without npu-ops differ by fp32 rounding, which 30 steps
 # of AdamW amplify.

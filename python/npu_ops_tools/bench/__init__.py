@@ -1,4 +1,4 @@
-"""Benchmarks: time npu-ops and other implementations of the same function in one run.
+"""Benchmarks: time npu-ops and other implementations of a function, and store rows.
 
 The other implementations are called peers; npu-ops and its peers are the providers. The list
 `SWEEPS` in benchmarks/bench_<op>.py defines the benchmarks. `npu-ops bench`, which times all
