@@ -120,7 +120,7 @@ def of_call(op: str, call: Call, inputs: dict, in_place: bool) -> Example:
 
 
 def outside(op: str, call: Call, name: str) -> Example:
-    """Return a call whose last position is outside the table; its rows must be NaN."""
+    """Return a call whose last position, on the last axis, is outside the table: NaN rows."""
     inputs = call.arguments()
     positions = inputs[name].clone()
     tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
