@@ -5,8 +5,7 @@ from TORCH_TARGET on. For torch 2.7 to 2.9 the same sources are built with that 
 npu_ops/_native_torch2_9.abi3.so. Neither has a PyInit, so one file serves every Python.
 
 NPU_OPS_SKIP_NATIVE=1 installs without the libraries. NPU_OPS_OLDER_TORCH lists folders of unpacked
-torch wheels, separated by colons. The libraries of those are built too, for a wheel that serves
-all.
+torch wheels, separated by colons. Libraries for these are built too, so that one wheel serves all.
 
 Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the AscendC kernels too:
 they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
@@ -135,7 +134,7 @@ def native_extensions():
             self.build_temp = f"build/{platform}/torch-{torch.__version__}"
 
         def run(self):
-            """Run one build at a time: make starts one while pip downloads for another."""
+            """Run one build at a time: make and pip may start builds in parallel."""
             pathlib.Path("build").mkdir(exist_ok=True)
             with open("build/lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -99,7 +99,7 @@ def flop(case):
 
 
 def cache(case, inputs):
-    """Return the bytes of the keys and values of sequences, not of the pool, and of q and out."""
+    """Return the bytes of q, out, and the keys and values in use, without the rest of the pool."""
     rows = inputs["seqlens_k"].sum().item()
     return 2 * rows * inputs["k"][0, 0].nbytes + 2 * inputs["q"].nbytes
 

@@ -1,4 +1,4 @@
-"""Compare causal_conv1d with the layer of transformers' Qwen3-Next without a kernel."""
+"""Compare causal_conv1d with the PyTorch code of transformers' Qwen3-Next layer."""
 
 import torch.nn.functional as F
 from npu_ops_tools.bench import Sweep

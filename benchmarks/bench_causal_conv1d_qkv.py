@@ -1,4 +1,4 @@
-"""Compare causal_conv1d_qkv with transformers' Qwen3-Next, and with our separate ops."""
+"""Compare causal_conv1d_qkv with transformers' Qwen3-Next, and with npu-ops' separate ops."""
 
 import torch
 import torch.nn.functional as F

@@ -17,7 +17,7 @@ recurrent = getattr(
 
 
 def of_pool(pool):
-    """Return a function that makes cases with the keys of states first, as in transformers."""
+    """Return a function that makes cases with states of dtype `pool`, [K, V] as in transformers."""
 
     def case(op, model, size):
         found = of_sequences(op, model, size)

@@ -1,4 +1,4 @@
-"""Compare qk_norm_rope with transformers' layers, and with their norms and our rope."""
+"""Compare qk_norm_rope with transformers' layers, and with PyTorch norms and npu-ops' rope."""
 
 import dataclasses
 

@@ -42,7 +42,7 @@ def _normal(dtype):
 
 
 def packed():
-    """Return calls that read contents; npu-ops caches what it computes from lengths and angles."""
+    """Return calls that read lengths or angles; npu-ops caches what it computes from these."""
     import npu_ops
 
     normal, calls = _normal(torch.bfloat16), {}

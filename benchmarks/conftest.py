@@ -1,4 +1,4 @@
-"""Choose what `pytest benchmarks/` times: the small sizes, or with --all all of them."""
+"""Select the benchmarks of `pytest benchmarks/`: two sizes of one model, or all with --all."""
 
 import pytest
 import torch

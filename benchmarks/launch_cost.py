@@ -143,7 +143,7 @@ def without_launcher() -> dict:
 
 
 class Nothing(torch.autograd.Function):
-    """A gradient that does nothing: the cost of any gradient that is written in Python."""
+    """A function whose gradient does nothing: its cost is that of any gradient in Python."""
 
     @staticmethod
     def forward(ctx, x):
@@ -155,7 +155,7 @@ class Nothing(torch.autograd.Function):
 
 
 def dispatched():
-    """Return a torch operator that does nothing in Python."""
+    """Return a torch operator whose Python kernel does nothing."""
     library = torch.library.Library("launch_cost", "DEF")
     library.define("nothing(Tensor x, float eps, ScalarType dtype) -> Tensor")
     library.impl("nothing", lambda x, eps, dtype: x.detach(), "CompositeExplicitAutograd")

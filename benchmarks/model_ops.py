@@ -75,7 +75,7 @@ def decode(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
 
 
 def decode_by_chunks(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
-    """Return the launches of a token of each sequence whose unfinished chunk is nearly full."""
+    """Return the launches of one token per sequence; each unfinished chunk is nearly full."""
 
     def launches():
         q, k = (torch.zeros(1, batch, heads, 128).bfloat16() for _ in range(2))
@@ -179,7 +179,7 @@ CALLS = {
 
 
 def rows(name: str) -> Iterator[dict]:
-    """Yield a row for each kernel; rope's forward and backward are the same kernel."""
+    """Yield a row for each kernel. Equal rows are dropped: rope has one kernel for both passes."""
     seen = set()
     for said in model.predict_all(CALLS[name](), SOC):
         row = {"call": name} | row_of(said)
@@ -200,7 +200,7 @@ def row_of(said: model.Prediction) -> dict:
 
 
 def _commit() -> str:
-    """Return the commit of the kernels and the model; the table changes as it is written."""
+    """Return the commit, with "-dirty" if kernels or model have changed; the table may differ."""
 
     def git(*arguments):
         return subprocess.run(["git", *arguments], capture_output=True, text=True)

@@ -38,8 +38,9 @@ Function = tuple[str, Callable[[], dict]]
 class Job:
     """A forward of an op, and the functions of other projects that do the same.
 
-    op, case, tokens: our call. theirs: by option, functions as (module and name, maker of
-    arguments), one or several that run one after the other.
+    op, case, tokens: npu-ops' call.
+    theirs: command-line option of a project -> its function, or several that run in this order. A
+    function is ("module:name", a function that makes the arguments).
     """
 
     op: str
@@ -56,7 +57,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """As `Job`, for a call of model_ops.py."""
+    """Like `Job`, but npu-ops' call is one of model_ops.CALLS."""
 
     call: str
     theirs: dict[str, list[Function]]
@@ -66,7 +67,7 @@ class Call:
 
 
 def split(tokens: int) -> Callable[[], dict]:
-    """Return a maker of arguments in the sizes of Qwen3-8B."""
+    """Return a function that makes arguments with the sizes of Qwen3-8B."""
     return lambda: {
         "input": rows(tokens, 48 * 128), "sin": rows(tokens, 1, 1, 128),
         "cos": rows(tokens, 1, 1, 128), "q_hidden_size": 32 * 128, "kv_hidden_size": 8 * 128,
@@ -75,7 +76,7 @@ def split(tokens: int) -> Callable[[], dict]:
 
 
 def split_with_gate(tokens: int) -> Callable[[], dict]:
-    """Return a maker of arguments in the sizes of Qwen3-Next."""
+    """Return a function that makes arguments with the sizes of Qwen3-Next."""
     return lambda: {
         "input": rows(tokens, 36 * 256), "sin": rows(tokens, 1, 1, 64),
         "cos": rows(tokens, 1, 1, 64), "q_hidden_size": 16 * 256, "kv_hidden_size": 2 * 256,
@@ -84,7 +85,7 @@ def split_with_gate(tokens: int) -> Callable[[], dict]:
 
 
 def split_by_sections(tokens: int) -> Callable[[], dict]:
-    """Return a maker of arguments in the sizes of Qwen3.5-9B."""
+    """Return a function that makes arguments with the sizes of Qwen3.5-9B."""
     return lambda: {
         "qkv": rows(tokens, 40 * 256), "q_weight": rows(256), "k_weight": rows(256),
         "cos_sin": rows(3, tokens, 64), "num_q_heads": 16, "num_kv_heads": 4,

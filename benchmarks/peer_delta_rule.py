@@ -53,7 +53,7 @@ def chunked(batch: int, tokens: int, heads: int, value_heads: int) -> dict[str, 
                        "chunk_gated_delta_rule_fwd_h_npu",
             "chunk_o": "fla.ops.common.backends.triton_ascend.chunk_o:chunk_fwd_o_npu",
         }),
-        # As many key heads as value heads: MindSpeed repeats the key heads before.
+        # As many key heads as value heads: MindSpeed repeats the key heads before these calls.
         "mindspeed": _stages((batch, tokens, value_heads, value_heads), {
             "cumsum": f"{MINDSPEED}.cumsum:chunk_local_cumsum",
             "kkt": f"{MINDSPEED}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",

@@ -50,8 +50,8 @@ def launches(function: str, arguments: dict) -> list[Launch]:
     module, _, name = function.partition(":")
     with recorded("") as found:
         getattr(importlib.import_module(module), name)(**arguments)
-    # Options of Triton for NVIDIA, and of later releases of Ascend's, are removed: its compiler
-    # does not know them.
+    # Remove options that this triton-ascend does not know: those of Triton for NVIDIA, and of later
+    # releases of triton-ascend.
     foreign = ("num_warps", "num_stages", "num_ctas", "maxnreg", "unit_flag")
     return [
         dataclasses.replace(x, options=tuple(o for o in x.options if o[0] not in foreign))
@@ -67,7 +67,7 @@ def _pretend() -> None:
     import triton.language as tl
     from triton.runtime.autotuner import Autotuner
 
-    # Later releases of triton-ascend than those on PyPI have these here; 3.2.0 has them in
+    # The kernels import these from a module of later triton-ascend releases. 3.2.0 has them in
     # triton.language.
     slices = {name: getattr(tl, name) for name in ("extract_slice", "insert_slice", "get_element")}
     _module("triton.language.extra.cann", __path__=[])
@@ -95,7 +95,7 @@ def _pretend() -> None:
 def _packages(package: str, home: pathlib.Path) -> None:
     """Make every folder a package without executing its __init__.
 
-    Those would load compiled operators, or ask for a GPU.
+    The projects' __init__ would load compiled operators, or ask for a GPU.
     """
     for folder in (home, *(path.parent for path in home.rglob("__init__.py"))):
         name = ".".join((package, *folder.relative_to(home).parts))

@@ -21,7 +21,7 @@ import re
 import sys
 
 import torch
-import triton  # noqa: F401, I001  (first: the emulated NPU joins it as it is imported)
+import triton  # noqa: F401, I001  (first: the emulated NPU patches it when it is imported)
 from npu_ops_emulator import triton_driver, vendor
 from npu_ops_tools.compile import hivm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,8 +93,11 @@ class counted:
 
 
 def workspaces(normalize: bool) -> dict[str, tuple[float, float]]:
-    """Return, by kernel, the workspace bytes per token: passed between units, and the matrix
-    unit's."""
+    """Return the workspace bytes per token, by kernel.
+
+    The first number is passed between matrix unit and vector cores; the matrix unit keeps the
+    second for itself.
+    """
     launches = importlib.import_module("npu_ops_tools.compile.launches")
     sizes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
     inputs = [torch.randn(1, CHUNK, *s, dtype=torch.bfloat16) for s in sizes]
@@ -109,7 +112,7 @@ def workspaces(normalize: bool) -> dict[str, tuple[float, float]]:
 
 
 def _workspace(launch) -> tuple[int, int]:
-    """Return the bytes for all heads of a chunk: of tiles that both halves use, and of others."""
+    """Return bytes per chunk: of tiles that both units use, and of the matrix unit's own tiles."""
     options = dict(launch.options)
     signature, constants = dict(launch.signature), dict(launch.constants)
     text = vendor.lower(launch.kernel, signature, constants, vendor.SOCS[0], **options)
@@ -131,7 +134,7 @@ def _tiles(kernel: str, made: str, half: str) -> collections.Counter:
 
 def _size(tiles: collections.Counter) -> int:
     return sum(
-        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # without buffers
+        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # not the buffers
         for (shape, dtype), count in tiles.items()
     )
 

@@ -1,6 +1,6 @@
-"""The figures of operators.md, one for each op: `python docs/figures.py` draws them anew.
+"""Draws the figures of operators.md, one for each op: `python docs/figures.py`.
 
-A figure is a function: it draws on axes whose unit is a cell, x to the right and y downwards.
+One function per figure draws and returns a Sheet. Its unit is a cell, x to the right and y down.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
 FOLDER = pathlib.Path(__file__).parent / "assets" / "figures"
-# Of Okabe and Ito, light enough for black text: they differ for the colour-blind, too.
+# Okabe and Ito's colours, which the colour-blind can tell apart, lightened for black text.
 BLUE, ORANGE, GREEN, PINK, GREY = "#9ecae9", "#f5c27a", "#8fd3b6", "#e3b1cf", "#e4e4e4"
 WHITE = "#ffffff"
 
@@ -34,7 +34,7 @@ class Sheet:
         self.say(x + width / 2, y + height / 2, label, "center")
 
     def row(self, x, y, labels, colors, width=1.0):
-        """Cells side by side; one colour for all, or one for each."""
+        """Draw cells side by side. colors: one for all cells, or a list with one for each."""
         colors = [colors] * len(labels) if isinstance(colors, str) else colors
         for i, (label, color) in enumerate(zip(labels, colors, strict=True)):
             self.cell(x + i * width, y, label, color, width)
@@ -346,9 +346,9 @@ FIGURES = {
 
 
 def write(folder: pathlib.Path) -> None:
-    """All figures, the same bytes each time."""
+    """Write all figures to `folder`, with the same bytes each time."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Text stays text: small files, in the font of whoever reads.
+    # Keep text as text instead of paths: files are small, and the browser chooses the font.
     pyplot.rcParams.update({"svg.hashsalt": "npu-ops", "svg.fonttype": "none"})
     for name, draw in FIGURES.items():
         sheet = draw()

@@ -1,6 +1,6 @@
-"""What the site has besides this folder: the pages above it, and the results that pages link to.
+"""Hooks of mkdocs: add files outside docs/ to the site, adapt links, and fail on broken links.
 
-A site with a link or a picture that leads nowhere is not built.
+The files outside docs/ are pages, such as README.md, and results that pages link to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def _above() -> dict[str, str]:
-    """Files above docs/, by their names in the site. README.md is the first page."""
+    """Return files outside docs/, by their names in the site. README.md becomes the first page."""
     validation = ROOT.glob("python/npu_ops_tools/model/validation/*.md")
     paths = (*ROOT.glob("*.md"), *validation, *ROOT.glob("benchmarks/results/**/*.csv"))
     names = (path.relative_to(ROOT).as_posix() for path in paths)
@@ -28,14 +28,14 @@ def _above() -> dict[str, str]:
 
 
 def _add_files(files, config):
-    """Adds those files as if they were in docs/: the plugin i18n leaves out what is not."""
+    """Add these files as if they were in docs/, because the plugin i18n drops all others."""
     for name in _above():
         there = f"{config.docs_dir}/{name}"
         files.append(File.generated(config, name, abs_src_path=there))
     return files
 
 
-@event_priority(-200)  # after i18n, which makes new files of them
+@event_priority(-200)  # after i18n, which replaces the file objects
 def _find_files(files, config):
     above = _above()
     for file in files:
@@ -48,9 +48,9 @@ on_files = CombinedEvent(_add_files, _find_files)
 
 
 def on_page_markdown(markdown, page, **_):
-    """Shortens links between docs/ and the folder above it: the site has both in one folder.
+    """Shorten links between docs/ and the folder above it: the site has both in one folder.
 
-    A link to the page's other language is left out: the site has a switch.
+    Remove the link to the page's other language, because the site has a language switch.
     """
     markdown = re.sub(r"^\[(中文|English)\]\(\S+\)\n", "", markdown, flags=re.MULTILINE)
     path = pathlib.Path(page.file.abs_src_path)
@@ -71,7 +71,7 @@ _HEADING = re.compile(r"^#+ (.+)", re.MULTILINE)
 
 
 def _with_anchors_of(english: str, translated: str) -> str:
-    """`translated`, whose headings have the anchors of the English ones, which others link to."""
+    """Return `translated` with the anchors of the English headings, to which pages link."""
     titles = _HEADING.findall(_CODE.sub("", english))
     anchors = iter([slugify(title, "-") for title in titles])
     translated = re.sub(r'^<a id="\S+"></a>\n', "", translated, flags=re.MULTILINE)
@@ -82,14 +82,18 @@ def _with_anchors_of(english: str, translated: str) -> str:
 
 @event_priority(-200)  # after i18n, which builds the other language here
 def on_post_build(config):
-    """mkdocs itself checks links of Markdown, and neither pictures nor HTML."""
+    """Fail if a link or picture leads nowhere. mkdocs checks neither pictures nor HTML.
+
+    Raises:
+        PluginError: the site has such links.
+    """
     missing = list(missing_targets(pathlib.Path(config["site_dir"])))
     if missing:
         raise PluginError("links that lead nowhere:\n" + "\n".join(missing))
 
 
 def missing_targets(site: pathlib.Path) -> Iterator[str]:
-    """ "page: target" of each link and picture whose file or heading is not in the site."""
+    """Yield "page: target" for each link and picture whose file or heading is not in the site."""
     pages = {path: _Page(path.read_text()) for path in site.rglob("*.html")}
     for path, page in pages.items():
         if path.name == "404.html":  # a server answers with it at any address
@@ -105,7 +109,7 @@ def missing_targets(site: pathlib.Path) -> Iterator[str]:
 
 
 class _Page(html.parser.HTMLParser):
-    """targets: what a page links to and shows. headings: what can be linked to in it."""
+    """A page. targets: addresses of its links and pictures. headings: ids that links can use."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Stand-ins for CUDA's libraries, so that a CUDA build of torch loads here, with torch_npu beside
-it.
+"""Stand-ins for CUDA's libraries: a CUDA build of torch loads without CUDA, next to torch_npu.
 
-Their functions only return cudaErrorNoDevice. They exist because only torch 2.13 has a CPU build in
-every registry, CUDA's libraries are several GB, and a machine without a GPU needs none of them.
+Nearly all of their functions only return cudaErrorNoDevice. They exist because only torch 2.13 has
+a CPU build in every registry, CUDA's libraries are several GB, and a machine without a GPU needs
+none of them.
 """
 
 import collections
@@ -32,7 +32,7 @@ def one_allocator(folder: pathlib.Path) -> pathlib.Path:
     """Build a library to preload that lets each allocator register its settings as if it were
     alone.
 
-    From torch 2.14 on, the allocators of CUDA and torch_npu have names in common, and torch aborts.
+    From torch 2.14 on, the allocators of CUDA and torch_npu register equal names, and torch aborts.
     torch_npu is made for builds without CUDA, in which there is only one device allocator.
 
     Returns:

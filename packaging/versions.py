@@ -142,12 +142,12 @@ def make(row: Row) -> None:
 
 
 def older_compiler(row: Row) -> pathlib.Path:
-    """Return the path of ascendnpu-ir 1.1's compiler; the newest runs the kernels it accepts."""
+    """Return the path of ascendnpu-ir 1.1's compiler. It only judges kernels; 1.2 lowers them."""
     return row.folder / "older" / "ascendnpuir" / "bin" / "bishengir-compile"
 
 
 def environment(row: Row) -> dict[str, str]:
-    """Return the environment variables of a program that runs in an environment."""
+    """Return the environment variables for a program in the row's environment."""
     libraries = row.folder / "standins"
     judge = {"NPU_OPS_BISHENGIR_COMPILE": str(older_compiler(row))}
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
@@ -159,7 +159,7 @@ def environment(row: Row) -> dict[str, str]:
 
 
 def run(row: Row, *command, cwd=None) -> str:
-    """Return the output of a program of an environment.
+    """Run a program of the row's environment, and return its output.
 
     Raises:
         Failed: the program ended with an error.
@@ -222,7 +222,7 @@ def cpu(row: Row) -> str:
 
 
 def compiles(row: Row) -> str:
-    """Compile the cases that take every branch, in bf16, with the compiler of this row."""
+    """Compile the representative cases in bf16 with this row's compiler; they take every branch."""
     code = (
         "from npu_ops.core import cases; from npu_ops_tools.where import ops; "
         "print(*{c for op in ops() for c in cases.of(op).REPRESENTATIVE})"
@@ -249,7 +249,7 @@ def ascendc(row: Row) -> str:
 
 
 def demo(row: Row) -> str:
-    """Train megatron-core on two ranks, with npu-ops and without."""
+    """Train megatron-core without and with npu-ops, and with npu-ops on two ranks."""
     options = ("--device", "npu-emulated", "--steps", "10", "--seeds", "2")
     run(row, "npu-ops", "demo", *options, "--output", row.folder / "report", cwd=ROOT)
     return "yes"

@@ -31,7 +31,8 @@ TORCH = "2.13.0"
 OLDER_TORCH = ("2.7.1", "2.8.0", "2.9.1")
 GLIBC = 28  # 2.28: manylinux_2_28
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
-# setuptools gathers a distribution in one folder of the sources, and then removes the folder.
+# One distribution at a time: setuptools gathers the files in one folder of the sources, and then
+# removes it.
 PACKING = threading.Lock()
 
 

@@ -12,13 +12,13 @@ IN_PLACE = {name: call for name, call in CALLS.items() if call.writes}
 
 
 def differentiable(call: Call) -> list[str]:
-    """Names of the call's tensors that can have a gradient."""
+    """Return the names of the call's tensors that can have a gradient."""
     (op,) = (op for op in ops() if call in cases.of(op).CALLS)
     wanted = cases.of(op).DIFFERENTIABLE if call.differentiable is None else call.differentiable
     return [name for name in call.tensors() if name in wanted]
 
 
 def floats(call: Call) -> list[str]:
-    """Names of the call's floating-point tensors."""
+    """Return the names of the call's floating-point tensors."""
     arguments = call.arguments()
     return [name for name in call.tensors() if arguments[name].is_floating_point()]

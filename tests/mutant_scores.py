@@ -8,7 +8,7 @@ CAUGHT = ("check", "result", "warning", "crash", "no end")
 
 
 def summary(count: collections.Counter) -> str:
-    """Say how many mutants were caught, and how many there are of each verdict."""
+    """Return a text: how many mutants were caught, and how many have each verdict."""
     caught = sum(count[verdict] for verdict in CAUGHT)
     tried = sum(count.values()) - count["does not compile"]
     share = f"{100 * caught / tried:.1f} %" if tried else "none"

@@ -3,7 +3,7 @@
     python tests/mutants.py l2norm                    # all mutants, all tests of the op
     python tests/mutants.py rope --sample 60          # some mutants, the same ones each time
     python tests/mutants.py rope --contract-only      # only the tests that all ops share
-    python tests/mutants.py rope --functions          # a second each: no code that imports run
+    python tests/mutants.py rope --functions          # a second each: not code that runs at import
     python tests/mutants.py l2norm --csv tests/mutants.csv
 
 A mutant (python_mutations.py) changes one place in `npu_ops/ops/OP`: it ignores an option, leaves
@@ -83,7 +83,7 @@ def test_files(op: str, contract_only: bool) -> list[str]:
 
 
 def is_of(item, op: str, calls: set[str]) -> bool:
-    """Whether this item of a test for all ops is about `op`."""
+    """Return whether this item of a test for all ops is about `op`."""
     given = getattr(item, "callspec", None)
     if given is None:
         return False
@@ -211,7 +211,7 @@ def is_function(code: types.CodeType) -> bool:
 
 
 def own(code: types.CodeType) -> tuple:
-    """What a code object does itself, without the functions and classes nested in it."""
+    """Return a code object's own content, without the functions and classes nested in it."""
     values = [
         (type(value), value) for value in code.co_consts if not isinstance(value, types.CodeType)
     ]
@@ -252,7 +252,7 @@ class Finder:
 
 
 class Verdicts:
-    """Runs the mutants of one op; `found` has, for each, what caught it or that it survived."""
+    """Runs the mutants of one op. found: mutant -> its verdict, e.g. "result" or "survives"."""
 
     def __init__(self, op: str, mutants: list[Mutant], contract_only: bool, functions: bool):
         self.op, self.mutants, self.functions = op, mutants, functions
@@ -260,7 +260,10 @@ class Verdicts:
         self.found: dict[Mutant, str] = {}
 
     def collect(self) -> dict[Mutant, str]:
-        """Run mutants of functions in forks of this process, of module code in new processes."""
+        """Run mutants of functions in forks of one pytest session.
+
+        A mutant of code that runs at import has a session of its own, in a fork of this process.
+        """
         of_modules = [mutant for mutant in self.mutants if changed_codes(mutant) is None]
         self.mutants = [m for m in self.mutants if m not in of_modules or not self.functions]
         for mutant in of_modules * (not self.functions):

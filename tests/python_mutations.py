@@ -95,13 +95,13 @@ def places(tree: ast.AST) -> list[ast.AST]:
 
 
 def skipped(node: ast.AST) -> bool:
-    """Whether a node is a message, a docstring, `__all__` or a keyword for devices only."""
+    """Return whether a node is a message, a docstring, `__all__` or a keyword for devices only."""
     of_devices = isinstance(node, ast.keyword) and node.arg in OF_DEVICES
     return isinstance(node, SKIPPED) or of_devices or text(node)
 
 
 def is_negative(node: ast.AST) -> bool:
-    """Whether a node is a negative constant, which is changed as a whole."""
+    """Return whether a node is a negative constant, which is changed as a whole."""
     match node:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
             return True
@@ -109,7 +109,7 @@ def is_negative(node: ast.AST) -> bool:
 
 
 def text(node: ast.AST) -> bool:
-    """Whether a statement is a docstring or sets `__all__`."""
+    """Return whether a statement is a docstring or sets `__all__`."""
     names = [x.id for x in getattr(node, "targets", []) if isinstance(x, ast.Name)]
     is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_string or "__all__" in names
@@ -119,8 +119,7 @@ Change = Callable[[ast.AST], ast.AST]
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
-    """Yield the mutations of a node: a rule's name, and a function that changes a
-    copy of the node."""
+    """Yield the mutations of a node: a rule's name, and a function that changes the node."""
     match node:
         case ast.Expr(value=ast.Call()):
             yield "a call left out", lambda node: ast.Pass()

@@ -237,13 +237,13 @@ def assert_all_close(
 
 
 def assert_same_bits(actual: dict, expected: dict) -> None:
-    """Each tensor of `actual` equals, bit for bit, the one with that name in `expected`."""
+    """Check that each tensor of `actual` equals, bit for bit, its namesake in `expected`."""
     for name, value in actual.items():
         assert torch.equal(value, expected[name]), name
 
 
 def assert_threads_change_nothing(step) -> None:
-    """`step()` returns tensors by name; they have the same bits on one, two and three threads."""
+    """Check that the tensors of `step()` have the same bits on one, two and three threads."""
     found = []
     for number in (1, 2, 3):
         with threads(number):
@@ -281,7 +281,7 @@ def with_gradients(function):
 
 
 def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
-    """Under FakeTensorMode, results have the shapes, strides and dtypes of real ones."""
+    """Check that FakeTensorMode gives the shapes, strides and dtypes of real results."""
     mode = FakeTensorMode()
     with mode:
         fake = function(*map(mode.from_tensor, tensors))
@@ -291,7 +291,7 @@ def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
 
 
 def assert_compiled_is_eager(function, tensors, backend: str) -> None:
-    """Compiled to one graph, outputs and all gradients are those of eager mode."""
+    """Check that compiling to one graph keeps the outputs and gradients of eager mode."""
     results = []
     for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -305,7 +305,7 @@ def assert_compiled_is_eager(function, tensors, backend: str) -> None:
 
 
 def assert_compiled_in_place_is_eager(call, q, k) -> None:
-    """Compiled to one graph, `call(q, k, inplace=True)` writes what `call(q, k)` returns."""
+    """Check that the compiled `call(q, k, inplace=True)` writes the results of `call(q, k)`."""
     expected = call(q, k)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -342,7 +342,7 @@ def train_step(model, **inputs) -> dict:
 
 
 def assert_same_steps(actual: dict, expected: dict) -> None:
-    """Two steps of one model agree up to the order of fp32 additions."""
+    """Check that two steps of one model agree up to the order of fp32 additions."""
     assert actual.keys() == expected.keys() and len(expected) > 10
     for name, value in actual.items():
         assert_close(name, value, expected[name], Tolerance(ratio=1e-5, max_abs=1e-5))

@@ -20,7 +20,7 @@ from npu_ops.core.registry import Table
 ROOT = pathlib.Path(__file__).parents[1]
 OPS = sorted(p.parent.name for p in ROOT.glob("npu_ops/ops/*/__init__.py"))
 NEVER = {"tests", "benchmarks"}
-ABOVE = {  # what each tree may not import
+ABOVE = {  # packages that each tree may not import
     "npu_ops": {
         "npu_ops_adapters", "npu_ops_emulator", "npu_ops_autoload", "npu_ops_import_hook",
         "npu_ops_tools",
@@ -72,7 +72,7 @@ def test_an_op_has_a_test_and_a_benchmark(op):
         assert files(pattern), pattern
 
 
-PARTS_OF_AN_OPERATOR = {"attention", "chunk_gated_delta_rule", "qk_norm_rope"}  # folders by hand
+PARTS_OF_AN_OPERATOR = {"attention", "chunk_gated_delta_rule", "qk_norm_rope"}  # long op.py
 
 
 def test_an_op_is_declared_in_plain_sight():

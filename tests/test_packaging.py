@@ -267,7 +267,7 @@ def test_a_changed_source_alone_is_compiled_again(tmp_path):
     """In an editable install, with two tiny sources in place of ours, which take longer."""
     names = {name for name in committed() if not name.startswith(("csrc/", "tests/"))}
     clone = copy(names, tmp_path)
-    emulator = clone / "csrc" / "emulator"  # the name of a package too
+    emulator = clone / "csrc" / "emulator"  # setup.py needs it: it is also a package
     for path in (emulator, clone / "csrc/one", clone / "csrc/two"):
         path.mkdir(parents=True)
     (clone / "csrc/one/size.h").write_text("inline int size() { return 1; }\n")

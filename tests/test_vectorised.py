@@ -1,7 +1,7 @@
 """GCC vectorises the loops of the native kernels, also for targets without mask registers.
 
-Without them are x86-64-v3 (AVX2), which most servers have, and NEON on aarch64, where most NPUs
-are.
+x86-64-v3 (AVX2), which most servers have, and NEON on aarch64, where most NPUs are, have no mask
+registers.
 """
 
 import pathlib
@@ -85,7 +85,7 @@ def test_the_report_tells_a_loop_that_is_not(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(ROOT.glob("csrc/*/*_cpu.cpp")), ids=lambda file: file.stem)
 def test_each_marked_loop_of_a_kernel_is_vectorised(file):
-    """At least one instance of each loop is; control flow prevents it in none."""
+    """GCC vectorises an instance of each marked loop; control flow prevents it in none."""
     include = pathlib.Path(torch.__file__).parent / "include"
     places = [include, include / "torch" / "csrc" / "api" / "include"]
     report = compiled(file, *[f"-isystem{place}" for place in places],

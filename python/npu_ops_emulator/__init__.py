@@ -25,10 +25,12 @@ __all__ = ["EmulatorError", "Settings", "environment", "install", "installed", "
 def environment(settings: Settings | None = None, torch_npu: str | None = None) -> dict[str, str]:
     """Return environment variables that give a new process, and its children, the emulated NPU.
 
-    Builds the emulator if necessary. torch_npu: see `build.ensure`.
+    Build the emulator if necessary.
+
+    torch_npu: a wheel or a folder of wheels; default: $NPU_OPS_TORCH_NPU, else pip finds one.
 
     Raises:
-        EmulatorError: it cannot be built.
+        EmulatorError: the emulator cannot be built.
     """
     libraries = build.ensure(torch_npu)
     startup = pathlib.Path(__file__).parent / "startup"
@@ -45,9 +47,11 @@ def install(settings: Settings | None = None, torch_npu: str | None = None) -> N
 
     Call it before anything imports torch_npu. `settings` cannot change afterwards.
 
+    torch_npu: as for `environment`.
+
     Raises:
-        EmulatorError: it cannot be built, torch_npu is already imported, or this process has an
-            emulated NPU with other settings.
+        EmulatorError: the emulator cannot be built, torch_npu is already imported, or this process
+            has an emulated NPU with other settings.
     """
     if installed():
         if settings not in (None, Settings.current()):
@@ -74,7 +78,10 @@ def installed() -> bool:
 
 
 def status() -> dict[str, str]:
-    """Return what is built and where, and what is missing; builds nothing."""
+    """Return, for each part of the emulator, its version or folder, or why it is missing.
+
+    Builds nothing.
+    """
     torch_npu = wheels.torch_npu_version()
     installed_in = f"in {wheels.folder()}" if wheels.is_installed() else "not installed yet"
     return {

@@ -1,4 +1,7 @@
-"""On the emulated NPU, an AscendC kernel runs as its twin, which is compiled on first use."""
+"""Runs AscendC kernels on the emulated NPU.
+
+The kernel's source is compiled for the CPU on first use. The result is called the kernel's twin.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from npu_ops_emulator import headers, twins
 
 
 def install() -> None:
-    """Make npu_ops find twins in place of device objects."""
+    """Make npu_ops load twins instead of kernels compiled for the NPU."""
     kernels = sys.modules["npu_ops.core.ascendc"]
     kernels.locate, kernels.why_not_built = locate, why_not_built
 

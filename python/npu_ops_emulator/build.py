@@ -1,4 +1,4 @@
-"""Builds csrc/emulator into one library, with the names of the vendor's runtime libraries."""
+"""Builds csrc/emulator into a library that stands in for the vendor's runtime libraries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compiler() -> list[str]:
 
 @functools.cache
 def digest() -> str:
-    """Return a hash of the sources and of how they are compiled."""
+    """Return a hash of the sources, the compiler and its flags."""
     state = hashlib.sha256(repr((FLAGS, NAMES, os.environ.get("CXX"))).encode())
     for path in sources():
         state.update(path.read_bytes())
@@ -111,7 +111,7 @@ def _build() -> None:
     ]
     compile_one = [*command, *FLAGS, *(f"-I{path}" for path in include), "-c"]
     with tempfile.TemporaryDirectory(dir=wheels.cache()) as scratch:
-        # The largest first, so that a short one finishes last.
+        # Start the largest files first, so that no thread ends with a long one.
         ordered = sorted(sources(), key=lambda path: -path.stat().st_size)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda path: _object(compile_one, path, scratch), ordered))
@@ -141,7 +141,7 @@ def _object(command: list[str], source: pathlib.Path, scratch: str) -> str:
 
 
 def _forget_old() -> None:
-    """Remove files of earlier sources that are older than a day; newer ones may be in use."""
+    """Remove objects and earlier libraries older than a day; newer ones may be in use."""
     yesterday = time.time() - 86400
     for path in wheels.cache().glob("object-*.o"):
         if path.stat().st_mtime < yesterday:

@@ -1,4 +1,4 @@
-"""Triton kernels in graphs: csrc/emulator/graph.cpp records their launches and replays them."""
+"""Triton kernels in NPU graphs: csrc/emulator/graph.cpp records and replays their launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 
 _WORK = ctypes.CFUNCTYPE(ctypes.c_int)
-_recorded: list = []  # keeps these alive: graphs hold their addresses
+_recorded: list = []  # keeps the callbacks alive: graphs hold their addresses
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def record(run: Callable[[], int]) -> None:
-    """During a capture, record `run` for replays. It returns 0 or an error code."""
+    """During a capture, record `run` for replays. `run` returns 0 or an error code."""
     library = _library()
     if library is not None and library.npu_ops_emulator_capturing():
         _recorded.append(_WORK(run))
@@ -31,7 +31,7 @@ def record(run: Callable[[], int]) -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """In a block, allow this thread to wait for its queue, also during a capture."""
+    """Inside the `with` block, allow this thread to wait for its queue, even during a capture."""
     library = _library()
     if library is not None:
         library.npu_ops_emulator_wait(1)

@@ -1,7 +1,8 @@
-"""The vendor's AscendC headers: finds them, checks their digests, and stages them for twins.
+"""Finds the vendor's AscendC headers, checks their digests, and copies them to the cache.
 
-Their licence (CANN Open Software License 2.0) keeps them out of this package, so the user provides
-a folder. A staged copy is in the cache. It differs from the vendor's in one file: LocalTensor and
+They are needed to compile AscendC kernels for the CPU; a compiled kernel is called a twin. Their
+licence (CANN Open Software License 2.0) keeps them out of this package, so the user provides a
+folder. The staged copy in the cache differs from the vendor's in one file: LocalTensor and
 GlobalTensor report their scalar accesses to the twin.
 """
 
@@ -31,7 +32,7 @@ class Pin:
         self.commit, self.parts, self.digest = commit, parts, digest
 
 
-# Both contain copies of some headers, which differ, so both are pinned.
+# The two repositories contain different copies of some headers, so both are pinned.
 PINS = {
     "asc-devkit": Pin("82b89a15f", ("include", "impl"), "6b34ef0243f0659ee2adfd6ada8b0ca1"),
     "asc-tools": Pin("2113e48", ("cpudebug",), "41d7c30985489369fc195ad547eef844"),
@@ -73,7 +74,7 @@ def keep(folder: str) -> pathlib.Path:
 
 
 def staged() -> pathlib.Path:
-    """Return the folder of the staged headers; makes it on first use.
+    """Return the folder of the staged headers; create it on first use.
 
     Raises:
         EmulatorError: the headers are missing or not the pinned ones.
@@ -217,7 +218,7 @@ def missing_instructions(folder: pathlib.Path) -> str:
     return "#pragma once\n" + "".join(map(stop.format, missing))
 
 
-# Matches calls of instructions. The headers define every other function that it matches.
+# Matches calls of instructions, and of some other functions, all of which the headers define.
 _INSTRUCTION = re.compile(
     r"(?<![\w:.>])((?:v|mad|set_|get_|copy_|load_|load3d|img2col|create_|scatter_|broadcast_|ffts_|"
     r"fix_matrix|dma_|winograd|depthwise|rpn_|__ib_)[a-z0-9_]+|wait_flag_dev|hset_flag|hwait_flag|"

@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def cores(self) -> int:
-        """Number of AI cores, over which a kernel's programs are spread."""
+        """Number of AI cores of the chip."""
         return next(cores for prefix, cores in CORES.items() if self.soc.startswith(prefix))
 
     def environment(self) -> dict[str, str]:

@@ -176,7 +176,7 @@ class Utils:
         self.soc, self.vector_cores, self.cube_cores = soc, vector_cores, cube_cores
 
     def get_device_properties(self, device) -> dict[str, int]:
-        # The vendor's driver leaves on-chip memory to the compiler, too.
+        # max_shared_mem is 1, as in the vendor's driver: the compiler checks on-chip memory.
         return {
             "max_shared_mem": 1,
             "num_aicore": self.cube_cores,
@@ -279,7 +279,7 @@ def _one_process_at_a_time(linalg: str):
 
 
 def _patch_front_end(npu: lowering.Target) -> None:
-    """Add the kernel's name to two errors of Triton."""
+    """Name the kernel in the errors of a failed compilation and of a grid that is too large."""
     compile_ = getattr(triton.compiler.compile, "original", triton.compiler.compile)
     run = getattr(JITFunction.run, "original", JITFunction.run)
 

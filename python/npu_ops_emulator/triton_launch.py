@@ -33,7 +33,7 @@ class Statistics:
     """Totals of a kernel's launches.
 
     Attributes:
-        launches, programs: how many ran.
+        launches, programs: numbers of launches and programs that ran.
         bytes_loaded, bytes_stored: moved from and to global memory. Masked-off elements count if
             the compiled kernel moves them: a gather reads its masked elements, a block does not.
         arguments: (bytes loaded, bytes stored) by argument name. If several arguments point to the
@@ -93,7 +93,7 @@ _SCALARS = {
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
-    """Return the compiled runtime, which is built once for all processes."""
+    """Return the library that runs kernels (triton_runtime.cpp), built once for all processes."""
     library = ctypes.CDLL(None)  # in a process with the emulated NPU, it is already loaded
     if not hasattr(library, "npu_ops_launch"):
         # Global, so that the kernels' shared objects find its functions.
@@ -137,7 +137,7 @@ class Loaded:
 
 
 class Launcher:
-    """Triton's launcher for one compiled kernel; made with its signature."""
+    """Triton's launcher for one compiled kernel."""
 
     def __init__(self, src, metadata):
         self.name = src.fn.__name__

@@ -1,7 +1,7 @@
-"""Lowers the IR of a Triton kernel, for the vendor compiler's verdict and to CPU code.
+"""Lowers a Triton kernel's IR twice: to HIVM, to check that it fits the NPU, and to CPU code.
 
-linalg -> HIVM          ascendnpu-ir's bishengir-compile: the real plan of UB, L1 and L0. It stops
-                        at the missing `hivmc`, which no wheel has, after all that can fail.
+linalg -> HIVM          ascendnpu-ir's bishengir-compile plans UB, L1 and L0 as for an NPU. It stops
+                        at `hivmc`, which no wheel contains. All steps that can fail come earlier.
 linalg -> LLVM dialect  ascendnpu-ir's bishengir-opt
 LLVM dialect -> .so     triton's translation, llvmlite's optimiser, gcc
 """
@@ -53,8 +53,8 @@ _PASSES = (
     "--convert-arith-to-llvm",
     "--reconcile-unrealized-casts",
 )
-# The check skips the pass that makes pipes of a core wait for each other. It takes four fifths of
-# the time, and emulated pipes always wait. `npu-ops compile` includes it.
+# The check skips the pass that makes pipes of a core wait for each other. That pass takes 80 % of
+# the compile time, and emulated pipes always wait. `npu-ops compile` runs it.
 _UNJUDGED = ("--disable-hivm-auto-inject-sync",)
 # Launch options of the vendor's backend -> flags of its compiler.
 _FLAGS = {
@@ -128,7 +128,7 @@ def runtime_source() -> pathlib.Path:
 
 @functools.cache
 def fingerprint() -> str:
-    """Return a hash of everything except the kernel that affects compilation."""
+    """Return a hash of everything that affects compilation, except the kernel itself."""
     import llvmlite.binding as llvm
 
     here = pathlib.Path(__file__)
@@ -154,8 +154,8 @@ def build(linalg: str, options: dict, target: Target, judge: bool) -> bytes:
         judge: let the vendor's compiler check that the kernel fits the NPU.
 
     Raises:
-        Rejected: it does not fit.
-        NotLowered: the kernel cannot run here.
+        Rejected: the kernel does not fit the NPU.
+        NotLowered: the kernel fits, but cannot run on the CPU.
     """
     flags = compiler_flags(options, target)
     key = "\0".join([linalg, *flags, fingerprint()])
@@ -264,9 +264,9 @@ def _llvm_ir(path: pathlib.Path) -> str:
 def _machine_code(text: str, vectorise: bool) -> bytes:
     """Compile LLVM IR to an object file.
 
-    Vectorizing takes four times as long to compile. That pays off for matrix products, which then
-    run ten times as fast. It does not for element-wise code, which runs three times as fast:
-    kernels of tests run for milliseconds.
+    Vectorization makes compilation take four times as long. That pays off for matrix products,
+    which run ten times as fast. Element-wise code runs only three times as fast, and kernels of
+    tests run for milliseconds.
     """
     import llvmlite.binding as llvm
 
@@ -295,8 +295,8 @@ def _entry(kernel: Kernel) -> str:
     """Return LLVM IR of two functions that connect a kernel to the runtime.
 
     `npu_ops_program` takes the arguments as an array of eight-byte slots, each a pointer or a
-    scalar. The hooks put sizes and strides into an array. Data that a launch needs about the kernel
-    is included too, so the shared object is all that has to be cached.
+    scalar. The hooks put sizes and strides of an access into an array. The IR also contains what a
+    launch must know about the kernel, so that only the shared object has to be cached.
     """
     body, arguments = [], []
     user, unwatched = kernel.parameters[:-6], " ".join(sorted(kernel.unwatched))

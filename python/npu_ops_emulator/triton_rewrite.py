@@ -14,7 +14,7 @@ MAX_RANK = 8
 
 _BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _VALUE = r"%[\w$.#-]+"
-# Synchronisation between cores and pipes. Removed: here, programs run one after another on a core.
+# Synchronisation between cores and pipes. Removed, because one CPU thread runs a whole program.
 _BARRIERS = ("gpu.barrier", "hivm.hir.sync_block", "hivm.hir.pipe_barrier")
 
 
@@ -31,7 +31,7 @@ class Kernel:
         parameters: MLIR types of the function's parameters.
         sequential: whether programs must run one after another (it has atomics).
         multiplies: whether it has a product of matrices.
-        unwatched: operations on global memory that are neither counted nor guarded.
+        unwatched: operations on global memory that are neither counted nor checked for bounds.
     """
 
     def __init__(self, text: str):
@@ -46,7 +46,10 @@ class Kernel:
         self.text = self._watch(_functions(_calls(_matmuls(_without_barriers(text)))))
 
     def _watch(self, text: str) -> str:
-        """Insert a call of the hook before every access to memory that may be global."""
+        """Insert a call of the hook before every access to memory that may be global.
+
+        The hook, npu_ops_access, counts the bytes and checks the bounds.
+        """
         out, views, ranks, number = [], {}, set(), 0
         for line in text.splitlines():
             views |= _views(line, views)
@@ -68,8 +71,8 @@ def _without_barriers(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# The standard lowering of a matmul ends in a reduction, which LLVM must not vectorise. This order
-# adds in the same sequence and vectorises over columns.
+# The standard lowering of a matmul has the reduction as its innermost loop, which LLVM must not
+# vectorise. Here the columns are innermost: LLVM vectorises them, and sums keep their order.
 _MATMUL = re.compile(
     rf"^(?P<head>\s*{_VALUE} = )linalg\.matmul (?:\{{[^}}]*\}} )?"
     rf"ins\({_VALUE}, {_VALUE} : tensor<[\dx?]+x(?P<in>\w+)>, tensor<[\dx?]+x(?P=in)>\) "

@@ -39,10 +39,10 @@ class Finding:
 
     severity: "error", or "warning" if the vendor's compiler fixes it by itself.
     check: e.g. "race".
-    block: the core.
-    what: a sentence.
-    access, other: the instruction with its pipe and its line in the kernel; and the earlier
-    instruction if two conflict.
+    block: index of the core.
+    what: the problem, as a sentence.
+    access: the instruction with its pipe and its line in the kernel.
+    other: the earlier instruction, if two conflict.
     """
 
     severity: str
@@ -88,7 +88,7 @@ class Twin:
         findings.
 
         vector_order: also warn if the vector pipe needs a barrier to read its own results.
-        goes_on: continue after a failed check of the vendor's, to see the consequences.
+        goes_on: continue after one of the vendor's checks failed, to see the consequences.
         """
         twin = _loaded_library()
         run = ctypes.cast(getattr(_loaded(self.path), f"{kernel}__twin"), ctypes.c_void_p)
@@ -190,8 +190,8 @@ def _build_library(folder: pathlib.Path) -> None:
 def _vendor_checks() -> dict[str, list[pathlib.Path]]:
     """Return the sources of the vendor's checks of sizes, alignment, masks and repeats.
 
-    The files of a key are compiled as one translation unit, which takes a tenth of the time. There
-    are two keys, because the file for sorting redefines names of the others.
+    The files of a key are compiled as one translation unit, which takes a tenth of the time. The
+    file for sorting has its own key, because it redefines names of the others.
     """
     tools = headers.staged() / "asc-tools" / "cpudebug"
     alone = tools / "src/api_check/kernel_vec_sort_check.cpp"

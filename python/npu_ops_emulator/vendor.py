@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable
 
 INSTALL = "pip install 'npu-ops[compile]'"
-# Variable with the path of a bishengir-compile that replaces the wheel's: a CANN's own.
+# Environment variable: path of a bishengir-compile to use instead of the wheel's, e.g. CANN's.
 COMPILER = "NPU_OPS_BISHENGIR_COMPILE"
 SOCS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9579")
 SECONDS = 600  # timeout of a compilation
 RETRIES = 3  # retries of a tool that was killed by a signal
 
-# The last dialect before instructions. The wheel has no assembler, so this is also the last result.
+# The wheel has no assembler, so the IR after this pass is the last result before instructions.
 LAST_PASS = "convert-hivm-to-std"
 
 
@@ -34,8 +34,8 @@ class CompileError(RuntimeError):
 def tool(name: str) -> str:
     """Return the path of a tool.
 
-    It is the compiler that NPU_OPS_BISHENGIR_COMPILE names, the ascendnpu-ir wheel's, or one on
-    PATH.
+    The first one found: the compiler that NPU_OPS_BISHENGIR_COMPILE names, a tool of the
+    ascendnpu-ir wheel, a tool on PATH.
 
     Raises:
         FileNotFoundError: there is none.
@@ -110,7 +110,10 @@ def versions() -> str:
 
 
 def leaves_the_plan_to_hivmc() -> bool:
-    """Return whether the compiler is that of ascendnpu-ir 1.0, which reports version 0.1."""
+    """Return whether the compiler leaves the planning of buffers to CANN's hivmc.
+
+    The compiler of ascendnpu-ir 1.0 does. It reports version 0.1.
+    """
     return bool(re.search(r"ascendnpu-ir 1\.0|bishengir-compile version 0\.", versions()))
 
 
@@ -191,9 +194,9 @@ def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, 
 
 
 def pipes(name: str, text: str, soc: str, **options) -> str:
-    """Compile the result of `lower` up to one pass before `compile`.
+    """Compile the result of `lower`, but stop one pass earlier than `compile`.
 
-    Returns operations of HIVM, with the pipes' flags and the buffers' addresses.
+    Returns HIVM operations, with the pipes' flags and the buffers' addresses.
 
     Raises:
         CompileError: it does not compile.
@@ -218,7 +221,7 @@ def cores(soc: str) -> tuple[int, int]:
 
 
 def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, ...]):
-    """Return the compiler's output, and the IR that it was told to print."""
+    """Return the compiler's output, and the IR that the options `wanted` make it print."""
     if leaves_the_plan_to_hivmc():
         raise CompileError(
             f"{name}: ascendnpu-ir 1.0 leaves the plan of buffers to CANN's hivmc, without which "

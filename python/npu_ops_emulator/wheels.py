@@ -35,8 +35,7 @@ def torch_version() -> str:
 
 
 def torch_npu_version() -> str:
-    """Return the torch_npu version for this torch: the same release; if there are several, the
-    pinned one."""
+    """Return torch_npu's version for this torch: the pinned one of its release, or the release."""
     release = torch_version().partition("+")[0]
     found = re.search(rf"^torch_npu==({re.escape(release)}(\.post\d+)?) ", _pins(), re.MULTILINE)
     return found[1] if found else release

@@ -1,7 +1,7 @@
 """The demo: trains real megatron-core models with and without npu-ops, and compares.
 
-Both sides run the same program (`demo_model`) in two processes, one with NPU_OPS_DISABLE set. There
-is no other difference: npu-ops registers itself.
+Both sides run the same program (`demo_model`) in two processes, one with NPU_OPS_DISABLE set. On an
+NPU the other one has NPU_OPS_STRICT=1. There is no other difference: npu-ops registers itself.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ HYBRID = (
     "The hybrid wants flash-linear-attention, which is not used: alone it computes by Megatron's "
     "functions in PyTorch (deterministic mode), with npu-ops by ours."
 )
-TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # units: seconds
+TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # ops to benchmark
 Run = tuple[str, float, int]  # model, dropout, seed
-# Tolerance without dropout: the sides differ by fp32 rounding, which 30 steps of AdamW amplify.
+# Tolerance without dropout. Losses with and without npu-ops differ by fp32 rounding, which 30 steps
+# of AdamW amplify.
 EQUAL = 1e-4
 # With dropout the masks differ, so final losses are compared by a t-test. It rejects equal
 # distributions with this probability.
@@ -267,7 +268,7 @@ def took_part(alone: Side, ours: Side) -> Check:
 
 
 def decreases(alone: Side, ours: Side) -> Check:
-    """Compare the last five losses with the first five, in every run."""
+    """Check that the mean of the last five losses is below that of the first five, in every run."""
     drops = [
         statistics.mean(losses[:5]) - statistics.mean(losses[-5:])
         for side in (alone, ours)
@@ -278,7 +279,7 @@ def decreases(alone: Side, ours: Side) -> Check:
 
 
 def equal(alone: Side, ours: Side, model: str) -> Check:
-    """Check that the sides are equal without dropout."""
+    """Check that the losses with and without npu-ops are equal if there is no dropout."""
     worst = largest_difference(alone, ours, model)
     detail = f"losses differ by {worst:.1e} at most, allowed {EQUAL:.0e}"
     return Check(f"equal without dropout: {MODELS[model]}", worst <= EQUAL, detail)

@@ -52,8 +52,10 @@ def read_pictures() -> list[torch.Tensor]:
 
 
 def colour_tokens(image: torch.Tensor, side: int) -> torch.Tensor:
-    """Return the colour token of each patch of `side` pixels, `[rows, columns]`; the rest is cut
-    off."""
+    """Return the colour token of each patch of `side` x `side` pixels, `[rows, columns]`.
+
+    Incomplete patches at the edges are dropped.
+    """
     rows, columns = image.shape[0] // side, image.shape[1] // side
     patches = image[: rows * side, : columns * side].unflatten(1, (columns, side))
     mean = patches.unflatten(0, (rows, side)).mean((1, 3))

@@ -148,8 +148,8 @@ def gated_delta_net(attention):
 def lacks_kernels() -> bool:
     """Return whether Megatron's only kernels for Gated Delta Net are fla's, which need a GPU.
 
-    If so, Megatron's own functions compute, except for l2norm: it has none, so it gets one here.
-    HAVE_FLA is set as well, because otherwise Megatron refuses to build a layer.
+    If so, Megatron runs its own PyTorch functions. It has no l2norm, so this function adds one. It
+    also sets HAVE_FLA, because otherwise Megatron refuses to build a layer.
     """
     package = importlib.import_module("megatron.core.ssm.gated_delta_net")
     module = sys.modules.get(f"{package.__name__}.common", package)
@@ -233,7 +233,7 @@ class Counter(TorchDispatchMode):
 
 
 def summary() -> dict:
-    """Return what ran. It only looks at npu-ops modules that are imported, and imports none."""
+    """Return the versions, layers and patches of this run. Imports no module of npu-ops."""
     import megatron.core
 
     adapters = sys.modules.get("npu_ops_adapters")

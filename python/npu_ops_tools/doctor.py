@@ -116,8 +116,10 @@ def devices() -> list[str]:
 
 
 def implementations() -> list[dict]:
-    """For each op and device: which implementation would run its first case in bf16, and why not
-    the others."""
+    """Return, for each op and device, which implementation would run its first case in bf16.
+
+    `why_not` says why an implementation would not run; None for the one that would.
+    """
     return [
         {"op": op, "device": device, "implementation": row.implementation, "why_not": row.why_not}
         for op, functions in ops().items()
@@ -152,8 +154,9 @@ def _explain(op: str, function: str, device: str):
 def patches(modules: Iterable[str] = ()) -> list[dict]:
     """Import the installed frameworks, and return the patches that the adapters apply to them.
 
-    Fields: `state`, a `State` or `Missing`, with its `detail`; `sentence` has both. `removable`:
-    revert() can restore the framework's own. `remove_when`: when the patch can be deleted.
+    state, detail: a `State` or `Missing`, and its reason. sentence: both as text.
+    removable: whether revert() can restore the framework's own function.
+    remove_when: when the patch can be deleted from npu-ops.
     """
     failures = _import_frameworks(npu_ops_adapters.modules()) | _import_frameworks(modules)
     npu_ops_adapters.load_plugins()

@@ -148,7 +148,7 @@ def _wrong_slice(versions, environ):
 
 
 def cann_folder() -> str | None:
-    """Return the folder of the CANN whose environment is set, or None."""
+    """Return the folder of CANN that the environment names, or None."""
     return next((os.environ[name] for name in CANN_FOLDERS if name in os.environ), None)
 
 

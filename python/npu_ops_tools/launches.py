@@ -155,7 +155,7 @@ def _of_triton() -> dict[str, int]:
 def build(folder: str) -> torch.nn.Module:
     """Build a small model of transformers with random weights, up to the first layer of each kind.
 
-    It has few words and experts. The sizes of a layer do not change its launches.
+    It has a small vocabulary and few experts. The sizes of a layer do not change its launches.
 
     Raises:
         OSError, ValueError: transformers finds no configuration, or no model for it.
@@ -187,7 +187,7 @@ def of_folder(folder: str, tokens: int) -> list[Step]:
 def both(folder: str, tokens: int) -> dict[str, list[Step]]:
     """Count with and without npu-ops, each in a process on the emulated NPU.
 
-    The process with npu-ops leaves out what NPU_OPS_DISABLE names.
+    The process with npu-ops obeys NPU_OPS_DISABLE: it leaves out the ops that the variable names.
 
     Raises:
         ValueError: the folder has no configuration.

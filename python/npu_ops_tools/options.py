@@ -1,4 +1,4 @@
-"""Shared by the commands: common options, and how a command ends."""
+"""Common options of the commands, and functions to check devices, fail and print JSON."""
 
 from __future__ import annotations
 

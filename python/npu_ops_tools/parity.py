@@ -21,9 +21,10 @@ from npu_ops_tools.where import ops
 class Row:
     """One op at one shape.
 
-    implementation: the one that runs it. forward, backward: the largest ratio of an error to its
-    tolerance; None if there is none. worst: the tensor with that error. passed: both ratios are at
-    most 1.
+    implementation: name of the implementation that ran.
+    forward, backward: the largest ratio of an error to its tolerance; None without a backward.
+    worst: the tensor with the largest ratio.
+    passed: all ratios are at most 1.
     """
 
     op: str
@@ -132,7 +133,7 @@ def _on_cpu(value):
 
 
 def _weights(out: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return multiples of 1/16, the same numbers in every dtype."""
+    """Return random gradients for `out`: multiples of 1/16, the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(seed)
     return (torch.randint(-64, 65, out.shape, generator=draw) / 16).to(out)
 

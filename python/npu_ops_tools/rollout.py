@@ -24,16 +24,19 @@ from npu_ops.core import env
 # Tokens of the prompts in each half. A prompt of the second half begins with the whole prompt of
 # the first.
 LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
-# Patches of the picture in height and width; tokens before it, and after it in both prompts.
+# Patches of the picture in height and width; tokens before it, and after it in each prompt.
 PATCHES, AROUND = (8, 12), (60, (9, 40))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One prompt: its number of tokens, of cached ones among them, and of sampled tokens.
+    """The result for one prompt.
 
-    largest, mean: difference of log-probabilities. equal: fraction without a difference. picture:
-    whether the prompt has one.
+    prompt, cached: numbers of the prompt's tokens, and of those in SGLang's prefix cache.
+    sampled: number of sampled tokens.
+    largest, mean: absolute difference of the sampled tokens' log-probabilities.
+    equal: fraction of sampled tokens without a difference.
+    picture: whether the prompt has a picture.
     """
 
     prompt: int

@@ -1,4 +1,4 @@
-"""`npu-ops doctor --trainer NAME`: whether a trainer's runs would work here.
+"""`npu-ops doctor --trainer NAME`: checks whether a trainer can run here.
 
 It lists the trainer's installed packages, npu-ops' patches for it, and what would stop a run, in
 the order of the run.
@@ -18,8 +18,9 @@ from npu_ops_tools import doctor
 class Trainer:
     """A trainer's requirements.
 
-    needs: packages, in the order in which a run imports them. engines: rollout packages, of which
-    one is needed. patched: top-level modules that npu-ops patches for it.
+    needs: packages, in the order in which a run imports them.
+    engines: rollout packages; one of them is needed.
+    patched: top-level modules that npu-ops patches for the trainer.
     """
 
     needs: tuple[str, ...]
@@ -60,8 +61,10 @@ def stops(
 ) -> Iterator[str]:
     """Yield a sentence for each problem that would stop a run.
 
-    found: of `doctor.collect`. rows: the patches for this trainer among them. broken: why MindSpeed
-    does not import; then Megatron's state differs from that in a run.
+    found: the result of `doctor.collect`.
+    rows: the patches for this trainer.
+    broken: why MindSpeed does not import, or None. If it does not, the patches are not judged,
+    because Megatron's state differs from that in a run.
     """
     first, *others = trainer.needs
     if not found["packages"][first]:
@@ -86,7 +89,7 @@ def stops(
 def _import_mindspeed() -> str | None:
     """Import MindSpeed as a run does; return why that fails, or None.
 
-    It comes before Megatron, because it replaces Transformer Engine.
+    A run imports it before Megatron, because it replaces Transformer Engine.
     """
     if not doctor.is_there("mindspeed"):
         return None

@@ -1,4 +1,4 @@
-"""The vendor's compiler takes every Triton kernel: vector instructions, double buffering."""
+"""The vendor's compiler vectorises every Triton kernel, and keeps double buffering."""
 
 import dataclasses
 import inspect
@@ -41,10 +41,10 @@ def check(rows):
     for row in rows:
         assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
         assert row["scalar_loops"] == row["unread_masks"] == [] and row["multi_buffer"]
-        # it uses the cube core only
+        # these kernels use only the cube core
         multiplies = row["kernel"] in ("products_kernel", "_linear_kernel")
         assert (row["ub_bytes"] > 0 or multiplies) and row["ub_bytes"] <= ub_bytes(row["soc"])
-        # it computes all that it stores
+        # these kernels load nothing: they compute all that they store
         makes = row["kernel"] in ("_keep_kernel", "_one_length_kernel")
         assert row["vector"] > 0 or multiplies
         assert (row["loaded"] > 0 or makes) and row["stored"] > 0
@@ -65,10 +65,10 @@ def test_a_row_that_fits_in_a_tile_is_read_once():
     }
 
 
-# The tests of ops already compile for the chip of the emulated NPU. Here only each op's last case
-# is compiled for it, to inspect the output. For the next generation the two ops with tile sizes of
-# their own there are compiled. `make test-all` compiles everything: every branch, fp32, the other
-# ops, and the chip that differs only in its name.
+# The tests of ops already compile for the chip of the emulated NPU (SOCS[0]). Here only each op's
+# last case is compiled for it, to inspect the output. For Ascend950 (SOCS[2]), `make test` compiles
+# the two ops that have their own tile sizes there. `make test-all` compiles everything: every
+# branch, fp32, the other ops, and SOCS[1], which differs from SOCS[0] only in its name.
 def chips(op):
     yield op, SOCS[0], slice(-1, None)
     yield pytest.param(op, SOCS[0], slice(None, -1), marks=pytest.mark.slow)

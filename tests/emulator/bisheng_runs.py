@@ -72,7 +72,7 @@ class Run:
 
 
 def _close(got: np.ndarray, right: np.ndarray, tolerance: float) -> bool:
-    """Whether the arrays agree; without a tolerance, bit for bit. uint16 holds bf16."""
+    """Return whether the arrays agree; without a tolerance, bit for bit. uint16 holds bf16."""
     if not tolerance:
         return got.tobytes() == right.tobytes()
     got, right = (
@@ -100,7 +100,7 @@ def offsets_range(draw: np.random.Generator) -> Run:
 
 
 def asynchronous_complete_cumsum(draw: np.random.Generator) -> Run:
-    """Uses one block: several wait for each other, which the twin cannot do."""
+    """Uses one block, because the twin cannot run blocks that wait for each other."""
     x = draw.integers(-1000, 1000, 253).astype(np.int32)
     tiling = {"totalLength": 253, "totalBlocks": 1, "blocksPerCore": 1, "remainderBlocks": 0}
     return Run(tiling, {"x": x}, {"y": _offsets(x, np.int32)}, 1)
@@ -154,7 +154,7 @@ def permute_pooled_embs(draw: np.random.Generator) -> Run:
 
 
 def permute2d_sparse_data(draw: np.random.Generator) -> Run:
-    """Rows of lengths in another order, together with their values and weights."""
+    """Puts rows of lengths in another order, together with their values and weights."""
     features, batch, blocks = 5, 6, 2
     lengths = draw.integers(0, 9, (features, batch)).astype(np.int32)
     order = draw.permutation(features).astype(np.int32)

@@ -1,10 +1,10 @@
 """A second checker of AscendC kernels: clang, with the device part of the vendor's headers.
 
-The twin compiles kernels with g++ for CPUs, so it accepts what a device cannot run. Here every
-pointer has its address space. The checker reports what clang finds in a kernel's code: double,
-recursion, functions that are not for devices (the C and C++ library's, and ours without
-`__aicore__`), indirect calls, global constructors, and a stack that is too deep. For Ascend950,
-whose instructions differ, it only checks that a kernel's calls are declared.
+The twin of a kernel (npu_ops_emulator) is compiled with g++ for a CPU, so it accepts code that a
+device cannot run. Here every pointer has its address space. The checker reports what clang finds in
+a kernel's code: double, recursion, functions that are not for devices (the C and C++ library's, and
+ours without `__aicore__`), indirect calls, global constructors, and a stack that is too deep. For
+Ascend950, whose instructions differ, it only checks that a kernel's calls are declared.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def findings(source: pathlib.Path, *flags: str) -> list[str]:
 
 
 def judge(source: pathlib.Path, *flags: str) -> tuple[list[str], Module | None]:
-    """Return the findings, and clang's code of the kernel; None if clang refused it."""
+    """Return the findings, and the kernel's LLVM assembly; None if clang refused the kernel."""
     command = [*_compiler(), "-include-pch", _headers(), *flags, f"-I{source.parent}", source]
     with tempfile.TemporaryDirectory() as scratch:
         plain = pathlib.Path(scratch) / "plain.ll"
@@ -175,7 +175,7 @@ def _declarations() -> str:
     return "".join(lines)
 
 
-# ---- code from clang ----
+# ---- LLVM assembly from clang ----
 
 
 class Module:
@@ -263,7 +263,7 @@ class Module:
         return bool(plain) and plain[1] in declared
 
     def _is_for_host(self, name: str) -> bool:
-        """Whether a written function lacks `__aicore__`.
+        """Return whether a written function lacks `__aicore__`.
 
         Functions that the compiler generates and lambdas count as the caller's.
         """
@@ -276,7 +276,7 @@ class Module:
         return not is_lambda and not self._is_implicit(name, shown)
 
     def _is_implicit(self, name: str, shown: str) -> bool:
-        """Whether a function may be an implicit constructor, assignment or destructor."""
+        """Return whether a function may be an implicit constructor, assignment or destructor."""
         last = re.sub(r"<.*>", "", shown.split("(")[0]).split("::")
         special = len(last) > 1 and last[-1].lstrip("~") == last[-2]
         return special or last[-1] == "operator="

@@ -22,7 +22,7 @@ import sys
 import gdn_problem
 import torch
 import torch.nn.functional as F
-import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
+import triton  # noqa: F401  (first: the emulated NPU patches it when it is imported)
 import upstream_gdn
 
 HEADS, VALUE_HEADS = 2, 4
@@ -58,7 +58,7 @@ def inputs(keys: str, kind: str, tokens: int, dim: int) -> dict[str, torch.Tenso
 
 
 def run(function, x: dict[str, torch.Tensor], device: str | None) -> list[torch.Tensor]:
-    """Return outputs and gradients, in fp64 on the CPU. `device` None: also compute in fp64."""
+    """Return outputs and gradients, as fp64 on the CPU. device: None computes in fp64, too."""
     fp32 = ("g", "state", "dht")
     if device is not None:
         dtypes = {name: torch.float32 if name in fp32 else torch.bfloat16 for name in x}

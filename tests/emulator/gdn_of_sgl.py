@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
+import triton  # noqa: F401  (first: the emulated NPU patches it when it is imported)
 from gdn_of_fla import gate_inputs, solved
 from gdn_problem import (
     CHUNK,

@@ -7,7 +7,7 @@ import typing
 
 import torch
 import torch.nn.functional as F
-import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
+import triton  # noqa: F401  (first: the emulated NPU patches it when it is imported)
 
 BATCH, TOKENS, HEADS, VALUE_HEADS, DIM, CHUNK = 1, 128, 2, 4, 128, 64
 SCALE = DIM**-0.5
@@ -74,8 +74,10 @@ def recompute_w_u(k, v, beta, A, G):
 
 
 def scan(k, w, u, G, state):
-    """Return the states before each chunk, the new values, and a list that also has
-    the last state."""
+    """Return the states before each chunk, the new values, and a list of all states.
+
+    The list also has the state after the last chunk.
+    """
     k, w, u, G = map(chunks, (k, w, u, G))
     states, values = [state], []
     for c in range(k.shape[2]):
@@ -107,7 +109,10 @@ def l2norm(x, eps=1e-6):
 
 
 def conv1d(x, weight, state=None, bias=None):
-    """Causal depthwise convolution. x: [batch, token, channel], weight: [channel, width]."""
+    """Return silu of a causal depthwise convolution.
+
+    x: [batch, token, channel]. weight: [channel, width].
+    """
     width = weight.shape[1]
     before = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if state is None else state
     x = torch.cat([before, x], 1)
@@ -201,7 +206,7 @@ class Problem:
 
 
 def check_formulas(p: Problem) -> None:
-    """The chunked formulas equal the recurrence."""
+    """Check that the chunked formulas equal the recurrence."""
     k, G = expand(p.k), sums(p.g)
     A = inverse(scaled_kkt(k, p.beta, G))
     h, v_new, states = scan(k, *recompute_w_u(k, p.v, p.beta, A, G), G, p.state)

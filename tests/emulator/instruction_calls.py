@@ -20,7 +20,7 @@ TRIES = 4
 
 
 class Mask:
-    """Which elements take part: a mask of 128 bits per repeat, or a count over all repeats."""
+    """The elements that take part: a mask of 128 bits per repeat, or a count over all repeats."""
 
     def __init__(self, draw):
         self.counts = bool(draw.integers(3) == 0)
@@ -95,9 +95,9 @@ class Call:
         return (start + 32 * blocks) // size + elements % each
 
     def run(self) -> np.ndarray:
-        """Run the call, on which the twin must report nothing; return the buffer afterwards.
+        """Run the call; return the buffer afterwards. Some calls also write to `other`.
 
-        It may also write `other`.
+        The twin must report no finding.
         """
         out, left = np.zeros_like(self.image), np.zeros(4, np.uint64)
         tensors = {"in": self.image, "out": out, "other": self.other, "left": left}
@@ -172,7 +172,7 @@ def kinds_of(name: str) -> tuple[str, str, str]:
 
 
 def names(*instructions: str) -> list[str]:
-    """Return the entries of these instructions in the preprocessed source of instructions.cpp."""
+    """Return the entries of kernels/instructions.cpp for these instructions, e.g. "vadd.half"."""
     return [name for name in all_names() if name.split(".")[0] in instructions]
 
 

@@ -1,7 +1,7 @@
 """Calls beyond an op's cases: more valid ones, and ones with invalid index values.
 
-A device raises no error: outputs of an affected sequence are NaN, its state is unchanged, and the
-others are correct. The expected results of the others come from a valid call that skips it.
+A device raises no error: outputs of an affected sequence are NaN, its state is unchanged, and other
+sequences are correct. Their expected results come from a valid call that skips the affected one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _more_heads() -> dict[str, dict]:
 
     return {
         "weights of two dtypes": call(3, 2, k_weight=draw(16).bfloat16()),
-        # One token, and eight heads for each of two cores; all are of q.
+        # One token of 16 heads: eight for each of two cores, the first eight all of q.
         "pieces of eight heads": call(1, 12),
     }
 

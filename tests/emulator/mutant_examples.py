@@ -120,7 +120,7 @@ def of_call(op: str, call: Call, inputs: dict, in_place: bool) -> Example:
 
 
 def outside(op: str, call: Call, name: str) -> Example:
-    """A call whose last position, on the last axis, is outside the table; its rows must be NaN."""
+    """Return a call whose last position, on the last axis, is outside the table: NaN rows."""
     inputs = call.arguments()
     positions = inputs[name].clone()
     tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
@@ -156,7 +156,7 @@ def moved(inputs: dict) -> dict:
 
 
 def of_wrong_calls(op: str) -> Iterator[Example]:
-    """Calls with invalid index values: the affected rows are NaN, and nothing else changes."""
+    """Yield calls with invalid index values: affected rows are NaN, and nothing else changes."""
     for wrong in WRONG.get(op, ()):
         function, on_npu = getattr(npu_ops, op), on_device(wrong.given, "npu")
         writes = written(op, wrong.given)

@@ -171,7 +171,7 @@ class Worker:
         return json.loads(line) if line.startswith("{") else {"verdict": "crash"}
 
     def _processor_time(self) -> float:
-        """CPU seconds that it has used (proc(5), stat)."""
+        """Return the CPU seconds that the process has used (proc(5), stat)."""
         stat = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
         user, system = stat.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

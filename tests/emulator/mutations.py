@@ -96,7 +96,7 @@ def dropped(call: str) -> Find:
 
 
 def argument(call: str, which: int, new: str, unless: str = r"$^") -> Find:
-    """A rule: replace an argument of such statements; `{}` in `new` stands for the old text."""
+    """A rule: replace an argument of a call; `{}` in `new` stands for the old text."""
 
     def find(text: str) -> Iterator[Place]:
         for _, _, opening in statements(call)(text):
@@ -252,7 +252,7 @@ def device_files(op: str) -> list[str]:
 
 
 def ops() -> list[str]:
-    """The ops with AscendC kernels."""
+    """Return the ops with AscendC kernels."""
     return sorted(path.parent.name for path in headers.kernel_sources().glob("*/*_ascendc.cpp"))
 
 

@@ -230,7 +230,7 @@ def test_failure_in_the_task_queue_ends_the_process():
 
 
 def test_values_that_read_other_memory():
-    """A device does not check values before it computes, so the first phase must not either."""
+    """A device reads values only when it computes, so aclnn's first phase must not check them."""
     calls = {
         # torch ignores this label; the device would read memory before the row.
         "npu_cross_entropy_loss(x, torch.tensor([0, 2, -100]).npu())": "a label outside [0, 4)",

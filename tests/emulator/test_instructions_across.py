@@ -118,7 +118,7 @@ def test_select(mode, seed, kind):
         image.view(TYPES[kind])[call.places(call.to, kind, repeats, elements)] = np.where(
             chosen, x, other
         )
-        if mode:  # the kernel stored CMPMASK's source there
+        if mode:  # instructions.cpp loaded CMPMASK from there
             size = TYPES[kind].itemsize if mode == 1 else 8
             image[MORE + 8192 : MORE + 8192 + size] = call.run()[MORE + 8192 : MORE + 8192 + size]
 

@@ -1,4 +1,4 @@
-"""How many kernels a model launches: `npu-ops launches`, with upper limits."""
+"""Upper limits of the kernels that models launch, counted by `npu-ops launches`."""
 
 import json
 import pathlib
@@ -67,7 +67,7 @@ SHARE = {"qwen4_exp": 0.75}  # of the launches without npu-ops
 
 
 def launched(folder, tokens: str = "128") -> dict:
-    """Return the command's output by way and step."""
+    """Return the command's output: "with npu-ops" or "without" -> step -> its counts."""
     from npu_ops_tools.cli import app
 
     done = CliRunner().invoke(app, ["launches", str(folder), "--tokens", tokens, "--json"])
@@ -92,7 +92,7 @@ def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
 
 
 def test_packed_sequences_are_found_by_one_kernel():
-    """With three sequences, as in training; formerly 24 and 30 launches."""
+    """Three sequences, as in training. Earlier versions launched 24 and 30 kernels."""
     script = pathlib.Path(__file__).parent / "inside" / "packed_launches.py"
     command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True)

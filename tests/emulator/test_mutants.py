@@ -39,7 +39,7 @@ def test_what_is_equivalent_is_still_there():
 
 
 def assert_caught(*options: str, seconds: int) -> None:
-    """mutants.py catches all of them, or equivalent_mutants.py explains the others."""
+    """Check that mutants.py catches all mutants that equivalent_mutants.py does not explain."""
     script = pathlib.Path(__file__).parent / "mutants.py"
     done = emulate(sys.executable, str(script), *options, seconds=seconds)
     assert done.returncode == 0, done.stdout + done.stderr

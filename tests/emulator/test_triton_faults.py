@@ -1,4 +1,4 @@
-"""What would fail on an NPU fails on the emulated one, at once and with a message."""
+"""Launches that would fail on an NPU raise an error with a message on the emulated one."""
 
 import contextlib
 

@@ -2,10 +2,11 @@
 
 python tests/emulator/upstream_ascendc.py --sgl SGL_KERNEL_NPU --vllm VLLM_ASCEND
 
-Each argument is a checkout of upstream's repository; none of its files is changed or copied. These
-kernels were not written for the twin, so they test its instructions more than ours do. Prints each
-kernel's error against the formula in fp64 on the same rounded inputs, and the twin's findings. The
-exit status is 1 if a result is wrong, or if a finding is not in KNOWN.
+Each argument is a checkout of upstream's repository; none of its files is changed or copied. The
+twin (csrc/twin) runs AscendC instructions on the CPU. These kernels were not written for the twin,
+so they test its instructions more than ours do. The script prints each kernel's error against the
+formula in fp64 on the same rounded inputs, and the twin's findings. The exit status is 1 if a
+result is wrong, or if a finding is not in KNOWN.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def vllm_cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, tuple[int, int], 
 
 
 def vllm_delta(root: pathlib.Path, draw) -> Run:
-    """Two sequences of two tokens and one of one, with a slot for each token's state.
+    """Three sequences of two tokens, with a slot for each token's state.
 
     Unlike sgl's kernel it does not normalise q and k, and applies no sigmoid to beta.
     """

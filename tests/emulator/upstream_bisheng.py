@@ -1,11 +1,11 @@
-"""Builds and runs AscendC sources that bisheng compiles, on the twin and by the clang checker.
+"""Builds AscendC sources that bisheng compiled, runs them on the twin, checks them with clang.
 
 python tests/emulator/upstream_bisheng.py [NAME...] [--write]
 
 fbgemm-ascend and MindIE-SD ship their kernels' sources beside the objects that the vendor compiled
 from them. The wheels are downloaded to .cache/bisheng; none of their files is changed or copied.
-What a kernel needs beside its source is generated here: its dtypes, from the wheel's table of
-objects, and a struct for its tiling, from the names that the source reads.
+This script generates what else a kernel needs: macros for dtypes, from the wheel's table of
+objects, and a struct for the tiling, from the names that the source reads.
 
 upstream_bisheng.csv has a row for each source: whether the twin builds it, what the clang checker
 reports, and the result of a run on random inputs (bisheng_runs.py). docs/evidence/ascendc.md lists

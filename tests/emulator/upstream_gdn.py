@@ -29,7 +29,7 @@ import types
 import gdn_of_fla  # noqa: F401
 import gdn_of_sgl  # noqa: F401
 import torch
-import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
+import triton  # noqa: F401  (first: the emulated NPU patches it when it is imported)
 from gdn_problem import CASES, Problem, check_formulas
 
 # Relative L2 error. bf16 has 8 bits, so one rounding is 1.7e-3; gradients are rounded several

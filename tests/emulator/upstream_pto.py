@@ -129,7 +129,7 @@ class Case:
         if self.operation in ("exp", "log", "sqrt"):
             limit = 4 * np.finfo(one.dtype).eps
             return bool(np.allclose(one, other, rtol=float(limit), atol=float(limit)))
-        if self.operation == "select":  # selected by any bits
+        if self.operation == "select":  # b holds random bits, and so NaN, too
             return one.tobytes() == other.tobytes()
         return bool(np.array_equal(one, other))
 

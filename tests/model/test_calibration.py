@@ -31,7 +31,7 @@ def made(times):
 
 
 def test_the_constants_by_which_times_were_made_are_found(said, tmp_path, monkeypatch):
-    """The vendor's compiler compiles all kernels; the other groups' times are predicted."""
+    """The fitted constants also predict the times of groups that were not fitted."""
     prices = costs.of(SOC).replace(**OTHER)
     chosen = [key for key in said.launches if key[0] != "copy by cores" or key[1] in QUICK]
     assert {key[0] for key in chosen} == {one.group for one in benchmarks.of(20, 40)}

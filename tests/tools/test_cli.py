@@ -75,7 +75,7 @@ def test_a_device_that_is_not_here_is_one_sentence(verb, device, tmp_path, monke
     monkeypatch.setattr(hardware, "npu_why_not", lambda: "torch_npu is not installed")
     torch.save({"op": "l2norm", "implementation": "cpu", "device": "cpu"}, tmp_path / "file.pt")
     file = ["file.pt"] if verb == "replay" else []
-    # those with an enum
+    # commands whose --device is an enum, with its accelerators
     named = {"demo": ["npu"], "verify": ["npu", "cuda"], "tune": ["npu", "cuda"]}
     if device not in named.get(verb, [device]):
         assert "is not one of" in call(verb, "--device", device, code=2)

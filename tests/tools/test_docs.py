@@ -50,7 +50,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 
 
 def test_no_link_and_no_picture_leads_nowhere(site):
-    """Includes the front page's picture, which is raw HTML and so no Markdown link."""
+    """Includes the picture of cpu-speed.md, which is raw HTML and so no Markdown link."""
     assert list(HOOKS["missing_targets"](site)) == []
     pages = {
         str(page.relative_to(site)): HOOKS["_Page"](page.read_text())
@@ -102,8 +102,9 @@ def test_it_is_searched_as_files(site, words, page, result):
         browser = running.chromium.launch(executable_path=system, args=["--no-sandbox"])
         view = browser.new_page()
         view.goto((site / page).as_uri())
-        # The theme loads its index when the field gets the focus, and says so; it misses keys that
-        # are pressed before. It listens to keys, of which an input method presses one at the end.
+        # The theme loads its index when the field gets the focus, then changes its message. It
+        # misses keys pressed before that. It searches on key presses, so End stands for the last
+        # key of an input method.
         field, said = "[data-md-component=search-query]", ".md-search-result__meta"
         loading = view.locator(said).text_content()
         view.locator(field).focus()

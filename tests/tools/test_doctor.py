@@ -1,4 +1,4 @@
-"""npu-ops doctor: its text for each state within 80 columns, and its exit status."""
+"""npu-ops doctor: its text for each state of patches, in 80 columns, and its exit status."""
 
 import re
 import subprocess

@@ -72,7 +72,7 @@ def test_help_texts_have_examples():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_an_option_quotes_is_in_an_example(verb):
-    """What a help text quotes appears in a tested example; no help text contains a command."""
+    """Text in quotes appears in a tested example; outside of quotes there is no NAME=VALUE."""
     shown = " ".join(examples(verb))
     for option in VERBS[verb].params:
         for quoted in re.findall(r'"([^"]+)"', option.help or ""):

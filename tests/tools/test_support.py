@@ -1,4 +1,4 @@
-"""What doctor says of a torch version, and that image tables agree with the packaging files."""
+"""Doctor's sentence about a torch version, and the tables of images in the documents."""
 
 import re
 import sys
@@ -90,7 +90,7 @@ def test_a_row_takes_the_place_of_the_one_before(monkeypatch, tmp_path):
 
 
 def test_a_row_whose_installation_fails_says_so_in_each_step(monkeypatch, tmp_path):
-    """The other rows go on."""
+    """Later steps run too, and fail because npu-ops is not installed."""
 
     def fail(row):
         raise versions.Failed("pip failed")

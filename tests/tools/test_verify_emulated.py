@@ -1,8 +1,8 @@
 """`npu-ops verify --device npu-emulated`: l2norm, right and with faults, in a minute.
 
 A few jobs of l2norm run in one process; its kernels are compiled, launched and judged like any
-other. What needs processes of its own (a hang, a crash, another rank) is in `test_verify.py`, on
-the CPU. Its slow test covers every op and two ranks, in minutes.
+other. Faults that need separate processes (a hang, a crash, another rank) are in `test_verify.py`,
+on the CPU. The slow test in that file covers every op and two ranks, in minutes.
 """
 
 import pytest

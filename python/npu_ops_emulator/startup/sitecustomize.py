@@ -1,7 +1,7 @@
 """First on an emulated process's PYTHONPATH: Python runs it at start.
 
-It prepares Triton's driver, which an import of torch does not load. Then it runs the sitecustomize
-that it shadows, if there is one.
+It installs the emulator's import hooks for Triton, AscendC kernels and torch_npu. Then it runs the
+sitecustomize that it shadows, if there is one.
 """
 
 import importlib.machinery

@@ -1,8 +1,9 @@
-"""Benchmarks: time the same work with npu-ops and with its peers in one run, and store rows.
+"""Benchmarks: time npu-ops and other implementations of a function, and store rows.
 
-benchmarks/bench_<op>.py defines what is timed, as a list `SWEEPS`. `npu-ops bench`, which times all
-providers alternately, and `pytest benchmarks/` both read it. npu-ops' results are first compared
-with the reference. Wrong results are not timed.
+The other implementations are called peers; npu-ops and its peers are the providers. The list
+`SWEEPS` in benchmarks/bench_<op>.py defines the benchmarks. `npu-ops bench`, which times all
+providers alternately, and `pytest benchmarks/` read it. npu-ops' results are first compared with
+the reference. Wrong results are not timed.
 """
 
 from npu_ops_tools.bench.peers import Absent

@@ -11,7 +11,7 @@ from npu_ops_tools.bench.work import OURS
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The time of `new` over that of `old`, with a range from the intervals of both medians."""
+    """The ratio of new to old time; low and high follow from the intervals of both medians."""
 
     old: Row
     new: Row
@@ -48,6 +48,5 @@ def _change(old: Row, new: Row) -> Change:
 
 
 def slower(changes: Iterable[Change], threshold: float) -> list[Change]:
-    """Return the changes that are slower by more than `threshold`, even at the fast end of the
-    range."""
+    """Return the changes whose ratio exceeds 1 + `threshold` even at the low end of its range."""
     return [change for change in changes if change.low > 1 + threshold]

@@ -20,11 +20,10 @@ class Absent(Exception):
 
 
 def megatron(module: str, name: str):
-    """Return a function of megatron-core: of the installed one, or of the one that `make demo`
-    fetches.
+    """Return a function of the installed megatron-core, or else of the one `make demo` fetches.
 
     Raises:
-        Absent: there is none.
+        Absent: megatron-core or the function is missing.
     """
     if importlib.util.find_spec("megatron") is None:
         if not MEGATRON.is_dir():
@@ -40,7 +39,7 @@ def fla_naive(name: str, op: str = "gated_delta_rule"):
     """Return a function of flash-linear-attention's PyTorch reference of `op`.
 
     Raises:
-        Absent: it was not fetched.
+        Absent: the reference was not fetched.
     """
     path = FLA_OPS / op / "naive.py"
     if not path.exists():

@@ -29,11 +29,12 @@ class Row:
     implementation: the implementation of npu-ops that ran.
     state: "stable": the 95 % interval of the median is within 5 % of it; "unstable"; or "absent":
     no numbers, and `note` says why.
-    ms_p20, ms_p50, ms_p80: milliseconds per call; ms_low, ms_high: the interval of ms_p50.
+    ms_p20, ms_p50, ms_p80: milliseconds per call; ms_low, ms_high: 95 % interval of
+    ms_p50.
     runs: number of measurements, each the mean of `calls` calls.
     bytes, flop: lower bounds of the bytes to move and the operations to compute.
-    copy_gbps: rate of a copy of as many bytes, timed alternately with it.
-    matmul_tflops: rate of a matrix product in that dtype, in the same run.
+    copy_gbps: rate of a copy of as many bytes, timed alternately with the calls.
+    matmul_tflops: rate of a matrix product in the same dtype, in the same run.
     peak_mb: memory beyond the inputs.
     error: RMS of the error over RMS of the result.
     command: command that repeats the measurement.

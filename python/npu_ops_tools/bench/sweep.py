@@ -1,8 +1,8 @@
-"""Sweeps: what is timed of an op, by size, model, tensor parallelism, dtype and mode, and its
-peers.
+"""Sweeps: the benchmarks of an op over sizes, models, tensor-parallel ranks, dtypes and modes.
 
-All combinations would be thousands of benchmarks per op. A sweep is a star: every size of the first
-model in bf16; and at its middle size every dtype, model and number of ranks.
+All combinations would be thousands of benchmarks per op, so a sweep varies one axis at a time. It
+has every size of the first model in bf16. At the middle size, it has every dtype of the first
+model, and every model and number of ranks in bf16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODES = ("forward", "backward", "forward+backward")
 
 
 def first_case(op: str, model, size: int) -> cases.Case:
-    """Return the first case of an op for a model, with `size` tokens."""
+    """Return the first case of an op for a model, with `size` tokens; None if there is none."""
     return next(iter(cases.of(op).of_model(model, size)), None)
 
 
@@ -119,7 +119,7 @@ class Sweep:
         return present, absent
 
     def benchmarks(self, quick: bool = False) -> Iterator[Benchmark]:
-        """Yield the benchmarks of the star; quick: only two small sizes of the first model."""
+        """Yield the benchmarks. quick: only two sizes of the first model."""
         peers, _ = self.found()
         with_compile = dict(peers)
         if self.compiled in peers and not quick:

@@ -139,7 +139,10 @@ def _status_kb(status: pathlib.Path, field: str) -> int:
 
 
 def copy_of(moved: int, device: str) -> Callable[[], None]:
-    """Return a copy that moves this many bytes within allocated memory: a bound for kernels."""
+    """Return a copy within allocated memory: a bound for kernels.
+
+    Its reads and writes add up to `moved` bytes.
+    """
     size = max(1, moved // 2)
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: target.copy_(source)

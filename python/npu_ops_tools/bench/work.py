@@ -171,8 +171,10 @@ _kept: dict = {}
 
 
 def _takers(op: str, public: Callable, inputs: dict) -> dict[str, str]:
-    """Return the implementations that support the call, without the reference; the first one is
-    OURS."""
+    """Return the implementations that support the call, by provider.
+
+    The provider OURS is npu-ops' first choice. The others exclude the reference.
+    """
     verdicts = [v for v in explain(public, **inputs) if v.op == op]
     first = next(v.implementation for v in verdicts if v.why_not is None)
     others = [

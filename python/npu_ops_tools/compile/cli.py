@@ -34,7 +34,7 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One kernel for one SoC: a report, or why there is none."""
+    """One kernel for one SoC. Without a report, `faults` says why it does not compile."""
 
     op: str
     launch: Launch
@@ -91,7 +91,8 @@ def compile_command(
 ) -> None:
     """Compile Triton kernels with the vendor's compiler, without an NPU, and check the result.
 
-    The exit status is 1 if a kernel does not compile, has a scalar loop, or lost multi-buffering.
+    The exit status is 1 if a kernel does not compile, has a scalar loop, stores beyond its mask, or
+    lost an optimization such as multi-buffering.
 
     \b
     npu-ops compile l2norm --dtype bfloat16 --soc Ascend910_9391
@@ -161,7 +162,7 @@ def _rows(
 
 
 def _rows_of_op(op: str, soc: str, cases: list[str] | None, dtypes: list[str]) -> list[Row]:
-    """Compile an op. If this compiler runs out of memory, the op's smaller tiles are compiled."""
+    """Compile an op's kernels. On "ub overflow", compile all again with halved tiles."""
 
     def compiled() -> list[Row]:
         found = launches(op, cases, [getattr(torch, name) for name in dtypes], soc)

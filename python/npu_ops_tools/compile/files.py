@@ -38,7 +38,7 @@ _ARGUMENT = re.compile(r"%arg(\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class _Pointer:
-    """What a heuristic gets in place of a tensor: only a dtype, because no shape is given."""
+    """Replaces a tensor as a heuristic's argument. Has only a dtype, because no shape is given."""
 
     dtype: torch.dtype | None
 
@@ -329,7 +329,7 @@ class _Driver:
 def _stand_ins() -> Iterator[None]:
     """Provide empty modules for imports that need an NPU or a server, such as torch_npu.
 
-    The import hook is off meanwhile, so that no adapter patches these modules.
+    npu-ops' import hook is off meanwhile, so that no adapter patches these modules.
     """
     finder, before = _Finder(), list(sys.meta_path)
     npu_ops_import_hook.unwatch()

@@ -16,10 +16,10 @@ _CORES = {"AIV": "vector", "AIC": "cube", "MIX": "mixed"}
 
 @dataclasses.dataclass(frozen=True)
 class LoopBody:
-    """What one iteration of a loop executes, without inner loops; the kernel's own body has depth
-    0.
+    """The instructions of one iteration of a loop, without its inner loops.
 
-    Counts are of instructions, as the compiler names them.
+    depth: 0 for the kernel's own body, 1 for a loop in it, and so on.
+    vector, cube, loads, stores: numbers of instructions, as the compiler names them.
     loaded, stored: bytes moved from and to global memory; masked tiles count in full.
     """
 
@@ -76,9 +76,10 @@ def functions(hivm: str) -> list[str]:
 
 
 def keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
-    """Return whether a buffer alternates between two places.
+    """Return whether the kernel is multi-buffered: a buffer alternates between two places.
 
-    True also if no loop moves data to or from global memory: then nothing can overlap.
+    Also True if no loop moves data to or from global memory, because nothing can overlap. False if
+    the compiler's notes say that it gave up multi-buffering.
     """
     given_up = any("multi-buffer" in note for note in notes)
     alternates = re.search(r"arith\.select %\w+, %\w+, %\w+ : memref<[^\n]*<(ub|cbuf|cc)>", hivm)

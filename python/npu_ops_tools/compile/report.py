@@ -28,8 +28,8 @@ class CompileReport:
     *_bytes: end of the highest buffer in that memory.
     scalar_loops: source lines of element-wise work that became a loop over single elements, which
     is far slower.
-    unread_masks: loads and stores that move memory beyond their mask (masks.py). A load
-    without a mask that a select follows counts too.
+    unread_masks: loads and stores that move memory beyond their mask (masks.py). A load without a
+    mask counts too if a select follows it.
     bodies: instructions and bytes of the kernel's body and of each loop.
     multi_buffer: whether loads and stores overlap with computation.
     notes: optimizations that the compiler dropped to make the kernel fit.
@@ -56,7 +56,7 @@ class CompileReport:
         return sum(getattr(body, field) for body in self.bodies)
 
     def faults(self) -> list[str]:
-        """Return what is wrong with the compiled kernel, one phrase for each fault."""
+        """Return the faults of the compiled kernel, one phrase for each."""
         loops = collections.Counter(self.scalar_loops)
         found = [f"{count} scalar loop(s) at {source}" for source, count in loops.items()]
         if masks.STORE in self.unread_masks:

@@ -12,7 +12,7 @@ from npu_ops_emulator import vendor
 
 from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 
-LEAST_US = 1.3  # of a launch, measured: the fastest operator of CANN in measured.csv
+LEAST_US = 1.3  # shortest measured launch: CANN's fastest operator in measured.csv
 NOTE = "npu-model: predicted from the compiled kernel, not measured. How good: docs/npu-model.md"
 
 

@@ -147,7 +147,7 @@ class Core:
         else:
             self.free[pipe] = max(self.free[pipe], time)
 
-    # Execution. Generators yield the flags of another core that they wait for: (kind, flag, pipe).
+    # Execution. Generators yield the flags of another core that they wait for: (flag, pipe).
 
     def run(self) -> Iterator[tuple]:
         yield from self._block(self.function.body)
@@ -387,7 +387,7 @@ class Core:
     def _move(self, name: str, views: list[View]) -> None:
         outside = next(view for view in views if view.space == "gm")
         pipe = LOADS.get(name) or ("MTE2" if views[0].space == "gm" else "MTE3")
-        # memory shared with the cores next to this one
+        # the workspace in global memory, through which cube and vector cores pass data
         shared = not outside.argument or outside.offset is None
         count, run = outside.runs()
         rate = self._rate(pipe, name == "nd2nz", shared)

@@ -26,7 +26,8 @@ class Vector:
 class Costs:
     """Costs of one family of SoCs. Times in microseconds, rates in bytes per microsecond.
 
-    Only FITTED constants were fitted to measured times; the others are from tables.
+    FITTED constants, fixpipe_latency and handover were fitted to measured times. Others are from
+    tables or assumed; costs.csv has the source of each.
 
     launch: to launch a kernel.
     program: to start a program on each core.

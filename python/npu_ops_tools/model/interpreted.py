@@ -1,6 +1,6 @@
-"""Runs kernels that only write index tensors in Triton's interpreter.
+"""Runs kernels whose tensors are all int32 indices, with Triton's interpreter.
 
-Later kernels of the same call take loop bounds from these tensors, and PyTorch computes with them.
+Later kernels of the same call read loop bounds from these tensors, and PyTorch operators use them.
 """
 
 from __future__ import annotations

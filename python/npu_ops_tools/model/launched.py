@@ -1,4 +1,4 @@
-"""Records the launches of an op's cases as on an SoC: with its cores, its tiles, real scalars."""
+"""Records the launches of an op's cases as on an SoC: with its core counts, tiles and scalars."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from npu_ops_tools.model.costs import Costs
 from npu_ops_tools.model.ir import Module
 
 Grid = tuple[int, int, int]
-PROGRAMS = 8  # programs to walk; the others are assumed to be like the nearest of them
+PROGRAMS = 8  # programs to simulate; the others are assumed to take the mean of their times
 
 
 class Unknown(ValueError):
@@ -115,7 +115,7 @@ def _sample(count: int) -> list[int]:
 
 
 def combine(walked: list[Walked], count: int, cores: int, costs: Costs, footprint: float) -> Time:
-    """Return the time of `count` programs, of which some were walked.
+    """Return the time of `count` programs, some of which were simulated (`walked`).
 
     Cores start one after the other, and take a new program when they are free. If the tensors
     exceed the cache, all cores share the memory; repeated loads come from the cache.

@@ -25,10 +25,11 @@ class Prediction:
     contains four of five of them (docs/npu-model.md).
     bottleneck: "start" of the programs or "memory", if that takes longest; else the busiest pipe,
     or "waiting" if none is busy half of the time.
-    shares: pipe -> busy fraction of the busiest core's time.
+    shares: pipe -> fraction of the longest simulated program's time in which the pipe is busy.
     loaded, stored: bytes from and to the tensors.
     workspace: bytes that cube and vector cores pass to each other.
-    limit_us: time to move the bytes of its tensors once.
+    limit_us: time to move the bytes of its tensors once, or the bytes that it moves if those are
+    fewer.
     balance: mean work of the cores over that of the busiest one.
     assumed: a condition depends on vectors, e.g. a check of lengths, and was assumed to hold.
     backward: whether autograd launches it.

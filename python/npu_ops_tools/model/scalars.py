@@ -1,4 +1,7 @@
-"""Computes the scalar unit's operations exactly: integers, addresses, views. None: unknown."""
+"""Computes the scalar unit's operations exactly: integers, addresses, views.
+
+The value None stands for an unknown number.
+"""
 
 from __future__ import annotations
 

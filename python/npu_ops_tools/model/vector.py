@@ -100,8 +100,7 @@ def _broadcast(costs, text: str, sources: list, widest: View) -> float:
 
 
 def _spread(costs, source: View, result: View):
-    """Return the cycles to repeat a tensor along an axis: copies of rows, or blocks of one
-    element."""
+    """Return the cycles to repeat a tensor along an axis: copies, plus a block per 8 elements."""
     block = costs.vector["broadcast f32"]
     copies = _table(costs, "copy", result.dtype, "", result)
     if copies is None:

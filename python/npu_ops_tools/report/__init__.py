@@ -19,8 +19,8 @@ def read(paths: Iterable[pathlib.Path]) -> dict:
     paths: files, or folders that contain such files; other files in a folder are ignored.
 
     Raises:
-        FileNotFoundError: there is no such file, or none in a folder.
-        ValueError: a file has another format.
+        FileNotFoundError: there is no such file or folder.
+        ValueError: a file has another format, or a folder has no file with results.
     """
     found: dict = {"rows": [], "compiled": [], "predicted": []}
     for path in paths:

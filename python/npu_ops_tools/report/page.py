@@ -23,7 +23,7 @@ STYLES = 7  # colours and markers of the page; npu-ops has the first
 
 @dataclasses.dataclass
 class Figure:
-    """Plots of the same work. more: plots that are folded away. command: measures all of it."""
+    """Plots of the same work. more: collapsed plots. command: repeats all of its measurements."""
 
     title: str
     plots: list[Plot]

@@ -64,8 +64,9 @@ class Axis:
 class Plot:
     """The data that the template draws.
 
-    alt: the plot in a sentence. categories: names of rows, for a plot with rows in place of a
-    vertical axis; y is then the number of a point's row.
+    alt: the plot in a sentence.
+    categories: names of rows, if the plot has rows instead of a vertical axis. Then a point's y is
+    the number of its row.
     """
 
     title: str

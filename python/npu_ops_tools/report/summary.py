@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from npu_ops_tools.bench.rows import Row
 from npu_ops_tools.bench.work import OURS
 
-# A row slower than this against the best peer is listed: timers are not more precise.
+# npu-ops counts as slower than the fastest peer below this speedup: timers are not more precise.
 LEVEL = 0.97
 
 
@@ -82,7 +82,7 @@ def against(rows: Iterable[Row]) -> list[Against]:
 
 
 def slower(rows: Iterable[Row]) -> list[Pair]:
-    """Return stable pairs with the fastest peer whose ratio is below LEVEL, the slowest first."""
+    """Return stable pairs with a benchmark's fastest peer and a ratio below LEVEL; lowest first."""
     best: dict[tuple, Pair] = {}
     for pair in pairs(rows):
         if pair.stable and pair.ratio < best.get(pair.ours.benchmark, pair).ratio + 1e-12:

@@ -1,4 +1,5 @@
-// Without this everything is readable; with it tables sort and filter, and a link unfolds its op.
+// Makes tables sortable and filterable, and opens the op that a link points to. The page is readable
+// without this script.
 const unfold = () => {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (target?.matches("details")) target.open = true;

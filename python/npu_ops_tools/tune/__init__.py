@@ -1,8 +1,8 @@
 """Finds the fastest implementation on this machine, by op, class of shape and dtype.
 
-Each implementation runs in its own process, as in `npu-ops verify`, and is timed only if its
-results are right. The output is a table that `npu_ops.core.preferences` reads. The command:
-`npu-ops tune --help`.
+The implementations of an op run in a process of their own, as in `npu-ops verify`. Each is timed
+only if its results are right. The output is a table that `npu_ops.core.preferences` reads. The
+command: `npu-ops tune --help`.
 """
 
 from __future__ import annotations

@@ -51,10 +51,7 @@ class Subject:
             yield
 
     def refuse_what_it_declines(self) -> None:
-        """Raise Declined if the implementation does not support the call.
-
-        If only the backward is not supported, drop the gradients instead.
-        """
+        """Raise Declined if the implementation does not support the call."""
         with self.forced():
             verdicts = explain(self.function, **self.inputs())
         for verdict in verdicts:
@@ -62,7 +59,14 @@ class Subject:
                 raise Declined(verdict.why_not)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Return outputs, written arguments, and gradients, on the CPU."""
+        """Return outputs, written arguments, and gradients, on the CPU.
+
+        If the implementation supports only the forward, leave out the gradients, and store the
+        reason in `backward_declined`.
+
+        Raises:
+            Declined: the implementation does not support the forward.
+        """
         with self.forced():
             try:
                 return parity.evaluate(self.function, self.inputs(), self.wrt)
@@ -85,9 +89,9 @@ class Subject:
 
 @contextlib.contextmanager
 def one_mask() -> Iterator[None]:
-    """In a block, every call drops with seed 3 and offset 5.
+    """In a block, give dropout seed 3 and offset 5 in every call.
 
-    They are made on the device: a graph that is being captured cannot copy from the host.
+    Both are created on the device, because a graph capture cannot copy from the host.
     """
 
     def state(device, generator):
@@ -122,9 +126,10 @@ class Expected:
 
 
 def check(subject: Subject, expected: Expected, note: Note) -> Iterator[tuple[str, dict]]:
-    """Yield the name and the result of each check, until one is wrong.
+    """Yield the name and the result of each check.
 
-    Bounds come first: a write out of bounds may break anything that comes later.
+    Bounds come first. If they are wrong, the other checks do not run: a write out of bounds may
+    break any of them.
     """
     poisoned = mock.patch.object(library, "poison_outputs", True)
     found: list[str] = []

@@ -32,7 +32,7 @@ def main() -> None:
         importlib.import_module(module)
     here = torch.device(jobs.torch_device(device), 0)
     torch.zeros(1, dtype=torch.float32, device=here)  # fail early on a broken device
-    # triggers the imports
+    # import npu-ops' operators before the first job
     npu_ops.explain("l2norm", torch.zeros((1, 8), dtype=torch.float32, device=here))
     say(ready=environment(device))
     expected = checks.Expected()

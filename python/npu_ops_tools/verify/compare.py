@@ -9,9 +9,10 @@ def compare(before: dict, after: dict) -> dict:
     """Return the differences between two reports.
 
     Returns:
-        "environment": facts that differ, each with both values; "newly wrong", "newly right", "not
-        in both": names of calls; "times": for each call timed in both, its time after over before,
-        and whether the p20 to p80 ranges are disjoint.
+        "environment": facts that differ, each with both values.
+        "newly wrong", "newly right", "not in both": names of calls.
+        "times": for each call timed in both reports, "ratio" of its time after to before, and
+        "apart": whether the p20 to p80 ranges are disjoint.
     """
     old, new = ({r["name"]: r for r in report["results"]} for report in (before, after))
     both = [name for name in new if name in old]

@@ -1,4 +1,4 @@
-"""Canaries around every tensor of a launch."""
+"""Puts canaries (known bytes) around every tensor of a launch, to find writes out of bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
-    """In a block, call `note` with the op and the arguments before each launch."""
+    """In a block, call `note(table, arguments)` before each launch."""
     launch = Table.launch
 
     def noting(table: Table, chosen, args) -> None:
@@ -83,7 +83,7 @@ class _Copies:
 
 
 def _each(args: tuple, function: Callable) -> tuple:
-    """Apply `function` to each argument; groups are expanded."""
+    """Apply `function` to each argument, and to each field of a named tuple."""
     return tuple(
         type(arg)(*map(function, arg)) if hasattr(arg, "_fields") else function(arg) for arg in args
     )

@@ -16,7 +16,7 @@ DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
 # Models for timing: the first one that has an op provides its shapes.
 TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3.5-35b-a3b")
 DTYPES = ("bfloat16", "float32", "float16")
-MICROBENCHMARKS = "microbenchmarks"  # of a device: they measure the constants of npu-ops model
+MICROBENCHMARKS = "microbenchmarks"  # a job that measures the constants of `npu-ops model`
 OF_AN_OP = ("check", "time")  # kinds of jobs that belong to an op
 FEW = 64  # tokens to use for a large case whose size does not matter
 
@@ -120,8 +120,8 @@ def _checked(op: str, full: bool, device: str) -> Iterator[tuple[cases.Case, str
     """Yield cases, dtypes and tokens; 0 is the case's own number.
 
     A quick run has the representative cases, with few tokens if they are large, the first one in
-    all dtypes. A full run has all cases. Large ones are left out on the emulated NPU, where they
-    take minutes, and for plain PyTorch, which may run out of memory.
+    all dtypes. A full run has all cases, except large ones on the emulated NPU, where they take
+    minutes. `_of_op` leaves large ones out for plain PyTorch, too, which may run out of memory.
     """
     module, chosen = cases.of(op), representative(op)
     for number, case in enumerate(chosen):

@@ -75,7 +75,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     wrong = list(_other_tables(kind))
-    # otherwise ops would raise on one rank, and the other would wait
+    # With different tables, ops would raise an error on one rank, and the other would wait.
     if not _on_any(bool(wrong), here):
         wrong = [*_gathered(here), *_split(here), *_alike(here)]
     print(json.dumps({"wrong": wrong}), flush=True)

@@ -156,7 +156,7 @@ class _Run:
     def through(self, plan: dict[str, list[jobs.Job]]) -> list[dict]:
         results = []
         for index, members in enumerate(plan.values()):
-            left = len(plan) - index + 1  # the ranks come last
+            left = len(plan) - index + 1  # one share of the time is for the ranks, which come last
             now = time.monotonic()
             until = now + (self._end - now) / left if self._end else None
             results += self._of_op(members, until)

@@ -35,7 +35,10 @@ def measure(subject: Subject) -> dict:
 
 
 def classes(subject: Subject) -> dict[str, dict]:
-    """Return the call's class, as in preferences, in the op's table and in its backward's."""
+    """Return the class of the call, by operator: the op's forward and its backward.
+
+    `npu-ops tune` prefers an implementation per class: dtype, last dimension and bits of the size.
+    """
     found = {}
 
     def note(table: Table, args: tuple) -> None:

@@ -67,7 +67,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_histc_counts_integers(dtype):
-    """verl and transformers count each expert's tokens so; torch's CPU kernel refuses integers."""
+    """verl and transformers count tokens by histc; torch's CPU kernel refuses integers."""
     x = torch.tensor([0, 3, 3, 1, 0, 3, 5, 6], dtype=dtype, device=NPU)
     counts = torch.histc(x, bins=6, min=0, max=5)
     assert counts.device == NPU and counts.dtype == dtype and counts.tolist() == [2, 1, 0, 3, 0, 1]

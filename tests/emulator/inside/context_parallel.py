@@ -1,4 +1,4 @@
-"""tests/ops/test_context_parallel.py over HCCL; torchrun runs this with 2 processes."""
+"""Run tests/ops/test_context_parallel.py over HCCL; torchrun runs this with 2 processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Wrong index values on an NPU, which no check stops: no kernel accesses memory outside a tensor.
+"""No kernel accesses memory outside a tensor for wrong index values, which an NPU does not check.
 
 Run with --check-bounds and with tests/ops on the path.
 """

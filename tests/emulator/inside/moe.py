@@ -110,7 +110,7 @@ def test_the_gradient_of_weights_for_each_group(dtype, cumulative):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chosen", [1, CHOSEN])
 def test_tokens_to_experts_and_back(dtype, chosen):
-    """verl's patches train a mixture of experts so, with gradients of tokens and weights."""
+    """verl's patches train experts with these calls. Tokens and weights have gradients."""
     torch.manual_seed(0)
     experts = choices()[:, :chosen]
     x, probs = torch.randn(TOKENS, HIDDEN).to(dtype), torch.rand(TOKENS, chosen).to(dtype)

@@ -1,4 +1,4 @@
-"""The tools list AscendC kernels in an op's table, and as what runs where they are chosen."""
+"""The tools list AscendC kernels, and name them as the implementation that runs if forced."""
 
 import dataclasses
 import logging

@@ -62,7 +62,10 @@ def test_a_model(name, caplog):
 
 
 def test_where_torch_npu_has_a_grouped_product_it_stays(monkeypatch):
-    """torch_npu for torch 2.13 has none: PyTorch's own waits for the device after each group."""
+    """npu-ops leaves PyTorch's grouped product in place if torch_npu has a kernel for it.
+
+    torch_npu for torch 2.13 has none, so PyTorch's waits for the device after each group.
+    """
     assert not experts.pytorch_has_one()
     x, offs = torch.zeros(2, 3, device="npu"), torch.tensor([2], device="npu")
     assert experts.ours(x, x[None], offs)().shape == (2, 2)

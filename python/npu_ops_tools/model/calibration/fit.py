@@ -19,8 +19,8 @@ from npu_ops_tools.model.prediction import module_of
 from npu_ops_tools.model.validation.check import minimise
 from npu_ops_tools.verify.jobs import MICROBENCHMARKS
 
-# At most five are fitted. The others are from the vendor's tables; the groups compare them with
-# measurements.
+# At most five constants are fitted. The others are from the vendor's tables; the other groups of
+# microbenchmarks compare them with measurements.
 CONSTANTS = ("launch", "program", "latency", "memory", "restart")
 FITTED_ON = ("launch by blocks", "copy by cores")
 LATENCIES = (0.05, 2.0)  # us: search range of the latency
@@ -134,7 +134,10 @@ def fit(soc: str, times: dict[tuple[str, str], float], said: Predicted | None = 
 
 
 def _fitted(times: dict, said: Predicted, start: Costs) -> tuple[float, Costs]:
-    """Return the loss and the fitted constants, except the latency: that one needs another walk."""
+    """Return the loss and the constants fitted with a fixed latency.
+
+    Another latency needs another simulation.
+    """
     free = [name for name in CONSTANTS if name != "latency"]
 
     def with_(x: list[float]) -> Costs:

@@ -204,7 +204,7 @@ def _matmul(row: Measured) -> list[Candidate]:
     Weights are [N, K] in MatMul, and [K, N] per batch or group in the other operators.
 
     The tokens per group were not recorded. Grouped products of more than 256 tokens are excluded,
-    because they took no longer.
+    because they took no longer than those of fewer tokens.
     """
     transposed = int(row.op.startswith("MatMul"))
     first, weight = row.shapes[:2]

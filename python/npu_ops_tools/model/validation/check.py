@@ -26,7 +26,7 @@ CONSTANTS = {  # constants that may be fitted for a family: five at most
     "Ascend910B4-1": ("launch", "program", "latency", "memory", "l2"),
     "Ascend910_93": ("launch", "program", "latency", "restart"),
 }
-LATENCIES = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # us; only the latency needs another walk
+LATENCIES = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # us; tried one by one: each needs a new simulation
 COMPILED = pathlib.Path(__file__).with_name("compiled.json.xz")
 SHORT = 10.0  # us; below it, most of the time is the launch
 
@@ -173,7 +173,7 @@ def score(found: list, said: str = "model") -> Score:
 
 
 def judged(found: list[Point], core: str = "vector") -> list[Point]:
-    """Return the rows for the accuracy gate: held out, and longer than a launch."""
+    """Return the rows for the accuracy gate: held out, and longer than 10 us."""
     return [p for p in found if p.core == core and p.held_out and p.row.time > SHORT]
 
 

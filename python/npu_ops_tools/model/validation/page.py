@@ -73,7 +73,7 @@ def _by_op(points: list[Point]) -> str:
         long = [point for point in of_op if point.row.time > check.SHORT] or of_op
         held = "" if of_op[0].held_out else f" ({_seen(op)})"
         bias = check.score(long).bias
-        # the baselines of others are fitted on such rows
+        # the baselines are fitted on rows of vector cores only
         shown = SAID if of_op[0].core == "vector" else ["model"]
         errors = [f"{check.score(long, said).median:.0%}" for said in shown]
         errors += [""] * (len(SAID) - len(errors))
