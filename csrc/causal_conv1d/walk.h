@@ -282,8 +282,8 @@ struct Gradients {
 };
 
 // Rows of one block of channels:
-// - zeros: to read.
-// - unwanted, unwanted_sums, no_gradient: written and never used.
+// - zeros, no_gradient: zeros to read.
+// - unwanted, unwanted_sums: written and never used.
 // - y, grad_y: a row before its norm, and its gradient.
 // - g: the gradients of the last W rows of the convolution.
 template <class T, int W>
