@@ -120,11 +120,12 @@ struct State {
   T* row(const Sequence& s, int64_t column, int64_t c) const {
     return data + s.index * sequence_stride + column * stride + c;
   }
-  // A row before the start of the sequence, for t < s.start.
+  // Returns row t before the start of a sequence, t < s.start.
   T* before(const Sequence& s, int64_t t, int64_t c) const {
     return row(s, width + t - s.start, c);
   }
-  // The place of row t in the final state, or `none` if the final state does not contain row t.
+  // Returns the place of row t in the final state, or `none` if the final state does not contain
+  // row t.
   T* after(const Sequence& s, int64_t t, int64_t c, T* none) const {
     return data && t >= s.stop - width ? row(s, t - (s.stop - width), c) : none;
   }

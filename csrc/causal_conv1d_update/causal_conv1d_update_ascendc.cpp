@@ -52,8 +52,8 @@ class Update {
     scratch_ = words<float>(tiling.tile_tokens);
     taps_ = words<float>(tiling.width);
     offset_ = words<float>(1);
-    // Instructions also compute on the padding between a row's last channel and the stride. Only
-    // this sets it.
+    // Instructions also compute on the padding between a row's last channel and the stride, which
+    // no copy writes.
     Duplicate(sum_, 0.0f, tiling.tile_tokens * stride_);
     if (tiling.weight.apart() || tiling.state.apart()) {
       column_ = words<uint8_t>(1);

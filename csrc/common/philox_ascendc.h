@@ -51,8 +51,8 @@ class Philox {
   __aicore__ inline Words scratch(int32_t i) { return limb_[1 + i]; }
 
  private:
-  // Computes one round in place: each word stays in its buffer, and the buffers exchange their
-  // names.
+  // Computes one round in place. Words stay in their buffers; the entries of word_ are rotated
+  // instead.
   __aicore__ inline void Round(uint32_t low_key, uint32_t high_key) {
     High(high_, word_[0], 0xD2511F53u);
     AscendC::Muls(word_[0], word_[0], static_cast<int32_t>(0xD2511F53u), count_);

@@ -220,8 +220,8 @@ using namespace npu_ops::emulator;
 
 extern "C" {
 
-// Python calls it before and after waits for this thread's task queue, which are allowed in a
-// capture.
+// Python calls this function before and after a wait for this thread's task queue. Such waits are
+// allowed in a capture.
 void npu_ops_emulator_wait(int begin) { waiting += begin ? 1 : -1; }
 int npu_ops_emulator_capturing() { return capturing(); }
 // Records the launch of a Triton kernel, which Python has run already. `work` repeats it and must

@@ -1,6 +1,6 @@
 // The runtime of compiled Triton kernels on an emulated NPU: copies between views, counts of bytes
-// loaded and stored in global memory, the bounds guard, and the threads that run programs. Plain C
-// interface, no torch: python/npu_ops_emulator/triton_launch.py is the only caller.
+// loaded from and stored to global memory, the bounds guard, and the threads that run programs.
+// Plain C interface, no torch: python/npu_ops_emulator/triton_launch.py is the only caller.
 #include <setjmp.h>
 
 #include <algorithm>
