@@ -12,8 +12,8 @@ namespace npu_ops {
 
 // Rows are summed in blocks. The number of blocks depends on the shape alone, so sums do not depend
 // on the number of threads. Up to 64 blocks are made, because longer sums round more. One thread
-// adds the blocks' sums at the end. To keep that cheap, more than four blocks are made only if each
-// has at least kRowsOfSums * width / cost rows.
+// adds the blocks' sums at the end. To keep that cheap, more than about four blocks are made only
+// if each has at least kRowsOfSums * width / cost rows.
 constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {

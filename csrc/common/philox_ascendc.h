@@ -37,7 +37,8 @@ class Philox {
     }
   }
 
-  // Writes 16 random bits, as a float, to `to` for each column of a lane (0 to 7). Call Draw first.
+  // Writes 16 random bits, as a float, to `to` for each element of a lane (0 to 7). Call Draw
+  // first.
   __aicore__ inline void Halves(AscendC::LocalTensor<float> to, int32_t lane) {
     const Words word = word_[lane / 2];
     if (lane % 2)

@@ -53,7 +53,8 @@ void touch(Access access, const void* address, size_t bytes);
 // written.
 void skim(const void* address, size_t bytes);
 
-// Reports an operand that does not begin at a multiple of `bytes`, counted from the buffer's start.
+// Reports an operand that does not begin at a multiple of `bytes`, counted from the start of the
+// unified buffer.
 void aligned(const void* address, size_t bytes, const char* operand);
 
 void set_event(pipe_t from, pipe_t to, int id);   // 6.6.3

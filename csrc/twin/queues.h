@@ -1,4 +1,4 @@
-// Functions that the vendor's TPipe, TQue and TBuf declare and call in a CPU build.
+// Functions that the vendor's TPipe, TQue and TBuf call, by these names, in a CPU build.
 #pragma once
 
 #include <cstdint>
