@@ -93,8 +93,8 @@ void check_bounds(uint64_t address, size_t bytes) {
 
 // ---- order ----
 
-// Reports two accesses in no order. If pipe S takes part, this is only a warning: bisheng inserts
-// barriers within V and flags to and from S. It inserts nothing between MTE2, V and MTE3
+// Reports two accesses that nothing orders. If pipe S takes part, this is only a warning: bisheng
+// inserts barriers within V and flags to and from S. It inserts nothing between MTE2, V and MTE3
 // (asc-devkit's documentation of intra-core synchronisation).
 void report_race(pipe_t other, const Stamp& stamp, const char* what, uint64_t address) {
   const bool error = core->pipe != PIPE_S && other != PIPE_S;

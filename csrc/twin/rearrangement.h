@@ -96,8 +96,9 @@ inline void set_va_reg_sb(ub_addr8_t to, const uint64_t* addresses) {
 
 namespace npu_ops::twin {
 
-// 6.3.11.4: two registers point to sixteen blocks, which become sixteen others. `from(e, k)` is the
-// source block and element of element `first + k` of block e. The mask is ignored.
+// 6.3.11.4: transposes sixteen source blocks to sixteen target blocks, each sixteen given by two
+// registers. `from(e, k)` is the source block and element of element `first + k` of block e. The
+// mask is ignored.
 template <class T, class F>
 void scatter_blocks(const char* name, ub_addr8_t to, ub_addr8_t source, int repeats, int to_stride,
                     int source_stride, int first, F from) {

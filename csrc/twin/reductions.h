@@ -1,5 +1,5 @@
 // Reductions: CCE intrinsic guide, 6.3.6. Sums run in float in the order of the elements; a
-// device's order is not documented, so a kernel may not depend on it.
+// device's order is not documented, so a kernel must not depend on it.
 #pragma once
 
 #include <cstring>
@@ -56,8 +56,7 @@ struct Best {
   uint32_t index = 0;
 };
 
-// 6.3.6.1: the largest or smallest element of a repeat and its index, in the order that is asked
-// for.
+// 6.3.6.1: the largest or smallest element of a repeat and its index, in the given order.
 template <class T>
 void put_best(T* to, int repeat, int to_repeat, Order_t order, Best best) {
   if (order == ONLY_INDEX)
