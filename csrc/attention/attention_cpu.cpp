@@ -1,14 +1,14 @@
-// Attention of short sequences on the CPU. Reference: npu_ops/ops/attention/reference.py; short.py
-// there calls it.
+// Attention of short sequences on the CPU. Reference: npu_ops/ops/attention/reference.py;
+// npu_ops/ops/attention/short.py calls it.
 //
 // q, out and their gradients are [B, H, Tq, .], k and v [B, Hk, Tk, .], lse fp32 [B, H, Tq].
 // Strides are arbitrary, except that a row is contiguous. Query i sees key j if j <= i + shift. The
 // kernel computes in fp32, a few queries at a time against all keys, so that their scores stay in
 // the L1 cache.
 //
-// Several rows are multiplied at once, up to the last key that any of them sees; unseen keys have
-// weight 0. If a key or value is not finite, 0 times it is NaN. Each row is then multiplied alone,
-// with the keys that its query sees.
+// Several rows are multiplied at once, up to the last key that any of their queries sees; keys that
+// a query does not see have weight 0. But 0 times infinity or NaN is NaN. So if an operand is not
+// finite, each row is multiplied alone, with the keys that its query sees.
 #include <vector>
 
 #include "attention/heads.h"
@@ -40,7 +40,7 @@ struct Sizes {
 
 NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
   const float nothing = sum(rows * from.step, [&](int64_t j) { return 0.0f * from.data[j]; });
-  return nothing == 0.0f;  // false for a NaN, which infinity * 0 gives too
+  return nothing == 0.0f;  // false for NaN, and infinity * 0 is NaN
 }
 
 // Sets `to` to the transpose of `from`, times `by`; rows are padded with zeros up to their step.
@@ -54,7 +54,8 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
   }
 }
 
-// Rows of `to` become left * right; each row reads only the keys that its query sees.
+// Sets kRows rows of `to` to left * right. Keys that a query does not see never change its row,
+// even if they are not finite.
 NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const float> left,
                                   Padded<const float> right, Padded<float> to, bool all_finite) {
   if (all_finite)
@@ -64,7 +65,7 @@ NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const f
     multiply<1>({left.row(i), left.step, 1}, right, of.seen(first + i), to.from(i), to.step);
 }
 
-// Computes attention of `count` queries from `first` on, in kRows rows. keys_t: the keys,
+// Computes attention of `count` queries (at most kRows) from `first` on. keys_t: the keys,
 // transposed and scaled. The caller divides `out` by `sums`.
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys_t, Padded<const float> values,

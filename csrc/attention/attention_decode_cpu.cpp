@@ -1,5 +1,5 @@
 // Decode attention on the CPU: one query per sequence, keys and values in a KV cache. Reference:
-// npu_ops/ops/attention/reference.py; decode.py there calls it.
+// npu_ops/ops/attention/reference.py; npu_ops/ops/attention/decode.py calls it.
 //
 // q and out are [N, H, 1, .], lse fp32 [N, H, 1]. k and v are [blocks, Hk, size, .]: key j of
 // sequence n is row j % size of block block_table[n, j / size]. Without a table, sequence n has
@@ -17,8 +17,11 @@
 namespace npu_ops {
 namespace {
 
-constexpr int kQueries = 4;    // at a time: groups are rarely smaller, and padding costs as much
-constexpr int64_t kKeys = 32;  // at a time: as fp32 rows they stay in the L1 cache
+// Query heads that are multiplied at a time. The query heads of a key head are rarely fewer, and a
+// padding row costs as much as a query head.
+constexpr int kQueries = 4;
+// Keys that are read at a time: as fp32 rows they fit in the L1 cache.
+constexpr int64_t kKeys = 32;
 
 // Locates the cached keys of each sequence.
 struct Cache {
@@ -33,7 +36,8 @@ struct Cache {
         within("block_table", table.at(n, j / size), 0, k.size(0) - 1);
     }
   }
-  // Runs body(block, row, first, count) for `count` keys from `first` on, up to kKeys at a time.
+  // Calls body(block, row, first, count) for runs of up to kKeys keys. A run is the `count` keys of
+  // the sequence from `first` on, which lie in a block from `row` on.
   template <class Body>
   void each(int64_t sequence, const Body& body) const {
     for (int64_t first = 0; first < lengths[sequence];) {
@@ -73,7 +77,8 @@ NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_
                              to.step);
 }
 
-// One thread's memory. rows: the queries that share keys, up to a multiple of kQueries.
+// One thread's memory. rows: the number of query heads that share keys, rounded up to a multiple of
+// kQueries.
 struct Scratch {
   Scratch(Pieces& pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
       : rows(rows),
@@ -88,8 +93,8 @@ struct Scratch {
   Padded<float> queries, found, keys, values, scores, log_sums, over;
 };
 
-// Computes attention of x.queries with one key head: x.found, to be multiplied by x.over, and
-// x.log_sums.
+// Computes attention of x.queries to one key head. Writes x.log_sums and x.found; the caller
+// multiplies x.found by x.over.
 template <class T>
 void attend_to(const Cache& cache, int64_t sequence, const Heads<const T>& k,
                const Heads<const T>& v, int64_t head, int64_t width, int64_t value_width,

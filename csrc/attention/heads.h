@@ -67,7 +67,7 @@ void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) 
   }
 }
 
-// Writes row i times by[i]; it scales the rows of `from` in place first.
+// Writes row i of `from` times by[i] to row i of `to`. It scales `from` in place.
 template <class T>
 void write(Padded<float> from, int64_t rows, int64_t width, const float* by, Strided<T> to) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -85,7 +85,8 @@ NPU_OPS_INLINE float largest_of(const Lanes (&parts)[kParts]) {
 }
 
 // Turns the scores of `seen` keys into weights that are not yet divided by their sum, and sets the
-// other columns to 0. Sets `sum` and returns the log-sum-exp of the scores.
+// other columns to 0. Sets `sum` and returns the log-sum-exp of the scores; without keys, 1 and
+// -inf.
 NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   *sum = 1.0f;

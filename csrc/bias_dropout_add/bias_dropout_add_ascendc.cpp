@@ -52,8 +52,8 @@ class Dropper {
   }
 
  private:
-  // Writes 0, 1, ..., chunk - 1 for each row of a tile. The first 16 numbers are set; copies then
-  // double them until a row is full.
+  // Writes 0, 1, ..., chunk - 1 for each row of a tile. The scalar unit sets the first 16; vector
+  // copies then double the filled part until a row is full.
   __aicore__ inline void FillColumns() {
     const LocalTensor<int32_t> columns = columns_.Get<int32_t>();
     const int32_t used = tiling_.tile_rows * tiling_.chunk;
@@ -73,8 +73,8 @@ class Dropper {
   uint64_t seed_ = 0, offset_ = 0;
 };
 
-// Calls body(row, rows, column) for each tile of this core's pieces, and done(piece of rows,
-// column) after each piece.
+// Calls body(row, rows, column) for each tile of this core's pieces, and done(row piece, column)
+// after each piece.
 template <class Body, class Done>
 __aicore__ inline void each_tile(const BiasDropoutAddTiling& tiling, Body body, Done done) {
   const int64_t chunks = tiling.chunks();
@@ -209,9 +209,9 @@ class Forward {
   Dropper dropper_;
 };
 
-// In the tiling, x_type is the type of the output's gradient, and out_type that of x's gradient.
-// Each piece writes its sums over rows to one row of `partials`, [row_pieces, width], so that no
-// core waits for another.
+// In the tiling, x_type is the type of the output's gradient, and out_type the type of x's
+// gradient. Each piece writes the sums over its rows to its columns of one row of `partials`,
+// [row_pieces, width], so that no core waits for another.
 class Backward {
  public:
   __aicore__ inline Backward(GM_ADDR grad, GM_ADDR rng_state, GM_ADDR grad_x, GM_ADDR partials,

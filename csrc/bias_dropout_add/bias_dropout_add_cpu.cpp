@@ -52,7 +52,7 @@ NPU_OPS_INLINE float masked(uint16_t mask, float value) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & all);
 }
 
-// `out` may be `x` or `residual`: an element is read before it is written, hence ivdep.
+// `out` may be `x` or `residual`. ivdep is valid because each element is read before it is written.
 template <bool DROPS, class X, class R, class O>
 NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, const uint16_t* mask,
                             O* out, int64_t width, float scale) {
@@ -77,14 +77,15 @@ NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* mask, X* grad_x,
 template <class T>
 using Element = typename Row<T>::Element;
 
-// Runs body(first, count) for the pieces of a row; the row is one piece if no type is converted.
+// Runs body(first, count) for the pieces of a row. The row is one piece if no T needs a copy in
+// fp32.
 template <class... T, class Body>
 void in_pieces(int64_t width, const Body& body) {
   const int64_t most = (Row<T>::kCopied || ...) ? kPiece : width;
   for (int64_t at = 0; at < width; at += most) body(at, std::min(most, width - at));
 }
 
-// One thread's bias as rows of fp32, zeros if there is no bias.
+// One thread's bias as rows of fp32; zeros without a bias.
 class Bias {
  public:
   Bias(const std::optional<Tensor>& bias, int64_t width) : bias_(bias), row_(width) {

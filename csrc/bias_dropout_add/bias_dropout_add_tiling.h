@@ -2,7 +2,7 @@
 //
 // A row is cut into 8 lanes (npu_ops/core/rng.py). A tile is `tile_rows` rows by `chunk` columns of
 // a lane: its four Philox words serve the same tile of all eight lanes. A piece of work is
-// `piece_rows` rows of one chunk; of n blocks, each takes every n-th piece.
+// `piece_rows` rows of one chunk; each of n launched blocks takes every n-th piece.
 #pragma once
 
 #include "common/ascendc_types.h"
@@ -14,7 +14,7 @@ enum BiasKind : int32_t { kNoBias = 0, kRowBias = 1, kFullBias = 2 };
 struct BiasDropoutAddTiling {
   int64_t rows, width;
   int32_t lane_width, chunk, tile_rows, piece_rows;
-  int32_t elements;  // of a tile's buffers: tile_rows * chunk, up to a multiple of 64
+  int32_t elements;  // of a tile's buffers: tile_rows * chunk, rounded up to a multiple of 64
   int32_t drops, threshold;
   float scale;
   int32_t x_type, bias_type, residual_type, out_type;  // ElementType
@@ -25,13 +25,13 @@ struct BiasDropoutAddTiling {
   NPU_OPS_SHARED int64_t pieces() const { return chunks() * row_pieces(); }
 };
 
-// Bytes of the unified buffer for each element of a tile: Philox's ten words, columns, two fp32
-// rows, and two tiles each of x, bias, residual and out.
+// Bytes of the unified buffer for each element of a tile: Philox's ten words, a column number, two
+// fp32 values, and two tiles each of x, bias, residual and out.
 constexpr int32_t kBytesPerElement = 4 * (10 + 1 + 2) + 2 * 4 * 4;
 constexpr int32_t kSumBytesPerColumn = 8 * 4;  // of a chunk, in backward: eight lanes' sums
 
-// Computes the sizes of tiles and pieces. `cores`: vector cores; all get work if there is enough.
-// `sums`: each piece stores sums over its rows, so there are few pieces.
+// Computes the sizes of tiles and pieces. `cores`: the vector cores that share the work. `sums`:
+// each piece stores sums over its rows, so a piece is as large as a core's share.
 inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, bool sums) {
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
@@ -40,7 +40,7 @@ inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, b
   const int32_t each = kBytesPerElement + (sums ? kSumBytesPerColumn : 0);
   const int64_t room = (ub_bytes - kReservedBytes) / each / 64;
   const int64_t largest = least(room * 64, 2048);
-  // With few rows, chunks are narrow, so that every core has one.
+  // With few rows, chunks are narrow, so that there are enough for the cores.
   const int64_t columns = up((lane * tiling.rows + cores - 1) / cores, 16);
   tiling.lane_width = static_cast<int32_t>(lane);
   tiling.chunk = static_cast<int32_t>(least(least(lane, largest), most(columns, 16)));

@@ -27,8 +27,8 @@ NPU_OPS_INLINE float convolved(const Taps<const T, W>& x, const Taps<const float
   return z;
 }
 
-// Computes y = act(convolution) + residual for a row of channels. `y` overlaps nothing, hence
-// ivdep.
+// Computes y = act(convolution) + residual for a row of channels. ivdep is valid because `y`
+// overlaps no input.
 template <class T, int W, bool SILU, class Y>
 NPU_OPS_CLONES void convolve_row(Taps<const T, W> x, Taps<const float, W> w, const float* bias,
                                  const T* residual, Y* y, int64_t count) {

@@ -70,7 +70,7 @@ inline std::vector<Sequence> sequences_of(const Tensor& x,
   return sequences;
 }
 
-// Writes zeros to the unowned rows of [1, T, ...], which lie after the last sequence.
+// Writes zeros to the rows of a [1, T, ...] tensor that lie after the last sequence.
 inline void clear_behind(const Tensor& x, const std::vector<Sequence>& sequences) {
   if (!x.numel()) return;
   const int64_t begin = sequences.empty() ? 0 : sequences.back().stop, count = x.size(1);
@@ -120,11 +120,12 @@ struct State {
   T* row(const Sequence& s, int64_t column, int64_t c) const {
     return data + s.index * sequence_stride + column * stride + c;
   }
-  // A row before the start of the sequence, for t < s.start.
+  // Returns row t before the start of a sequence, t < s.start.
   T* before(const Sequence& s, int64_t t, int64_t c) const {
     return row(s, width + t - s.start, c);
   }
-  // The place of row t in the final state, or `none` if the final state does not contain row t.
+  // Returns the place of row t in the final state, or `none` if the final state does not contain
+  // row t.
   T* after(const Sequence& s, int64_t t, int64_t c, T* none) const {
     return data && t >= s.stop - width ? row(s, t - (s.stop - width), c) : none;
   }
@@ -132,8 +133,8 @@ struct State {
   int64_t sequence_stride = 0, width = 0, stride = 0;
 };
 
-// Returns row t of a sequence: of its tokens, or of its initial state before them. Zeros after the
-// end.
+// Returns row t of a sequence: a token, a row of the initial state before the start (zeros without
+// a state), or zeros after the end.
 template <class T>
 const T* input_row(const Tokens<T>& x, const State<T>& state, const Sequence& s, int64_t t,
                    int64_t c, const T* zeros) {
@@ -230,8 +231,8 @@ void walk(const Filter& filter, const Inputs<T>& in, const std::vector<Block<T>>
   });
 }
 
-// The gradients of taps and bias are summed over a fixed number of groups of pieces. It does not
-// depend on the number of threads, so the sums are the same on every machine.
+// The gradients of taps and bias are summed in up to kGroups groups of pieces. The number of groups
+// does not depend on the number of threads, so the sums do not either.
 constexpr int64_t kGroups = 32;
 
 struct Sums {
@@ -281,8 +282,11 @@ struct Gradients {
   State<T> grad_final_state, state, grad_initial_state;
 };
 
-// Rows of one block of channels: zeros to read, places for unwanted results, the row before its
-// norm and its gradient, and the gradients of the last W rows of the convolution.
+// Rows of one block of channels:
+// - zeros, no_gradient: zeros to read.
+// - unwanted, unwanted_sums: written and never used.
+// - y, grad_y: a row before its norm, and its gradient.
+// - g: the gradients of the last W rows of the convolution.
 template <class T, int W>
 struct Scratch {
   std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;

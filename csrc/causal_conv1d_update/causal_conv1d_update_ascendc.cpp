@@ -1,11 +1,11 @@
 // causal_conv1d_update for Ascend910B and Ascend910_93. Reference:
 // npu_ops/ops/causal_conv1d_update/reference.py
 //
-// A piece of work is a block of channels of one sequence. A tile is a few tokens of it: they are
-// loaded with the W - 1 rows before them into one buffer. The convolution reads that buffer, and
-// states and windows are stored from it, so their rows keep their bits. bisheng inserts the
-// barriers inside the vector pipe (--cce-auto-sync). Queues order the copies, so a state is read
-// before it is written.
+// A piece of work is a block of channels of one sequence. A tile is a few tokens of a piece. They
+// are loaded, with the W - 1 rows before them, into one buffer. The convolution reads that buffer.
+// States and windows (the W - 1 rows after each token, see intermediate_conv_window) are stored
+// from it without a conversion. bisheng inserts the barriers inside the vector pipe
+// (--cce-auto-sync). Queues order the copies, so a state is read before it is written.
 #include "causal_conv1d_update/causal_conv1d_update_tiling.h"
 #include "common/ascendc.h"
 
@@ -16,12 +16,12 @@ using namespace AscendC;
 using Floats = LocalTensor<float>;
 using Bytes = LocalTensor<uint8_t>;
 
-// Where a sequence's tokens, state and windows are. `good`: it is not skipped, and the places of
-// its tokens and state are valid.
+// The tokens [begin, end) of a sequence, its slot and first column in the pool of states, and its
+// row of windows. `good`: the sequence is not skipped, and these indices are valid.
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
   bool good, keeps_windows;
-  float nothing;  // its output if it is not good: 0 if skipped, else NaN
+  float nothing;  // the output unless good: 0 if skipped, else NaN
 };
 
 class Update {
@@ -52,8 +52,8 @@ class Update {
     scratch_ = words<float>(tiling.tile_tokens);
     taps_ = words<float>(tiling.width);
     offset_ = words<float>(1);
-    // Instructions also compute on the elements from a block's last channel to the stride, which
-    // nothing else sets.
+    // Instructions also compute on the padding between a row's last channel and the stride, which
+    // no copy writes.
     Duplicate(sum_, 0.0f, tiling.tile_tokens * stride_);
     if (tiling.weight.apart() || tiling.state.apart()) {
       column_ = words<uint8_t>(1);
@@ -83,7 +83,7 @@ class Update {
   }
 
  private:
-  // A buffer of `rows` rows of 32-bit words.
+  // Returns a buffer of `rows` rows of 32-bit words.
   template <class T>
   __aicore__ inline LocalTensor<T> words(int32_t rows) {
     TBuf<TPosition::VECCALC> buffer;
@@ -93,7 +93,7 @@ class Update {
 
   __aicore__ inline Sequence Find(int64_t n) const {
     Sequence s{n, 0, tiling_.tokens, n, 0, n, false, false, 0.0f};
-    if (starts_) {  // if they are invalid, sequence 0 has all tokens
+    if (starts_) {  // if starts are invalid, sequence 0 has all tokens
       s.batch = 0;
       s.begin = right_ ? integer(starts_, tiling_.wide_starts, n) : 0;
       s.end = right_ ? integer(starts_, tiling_.wide_starts, n + 1) : n == 0 ? tiling_.tokens : 0;
@@ -127,7 +127,8 @@ class Update {
     y_queue_.FreeTensor(out);
   }
 
-  // Copies the tile's rows and the W - 1 before them: to `values`, and to states and windows.
+  // Loads the tile's rows and the W - 1 rows before them. Writes them to `values_`, states and
+  // windows.
   __aicore__ inline void TakeRows(const Sequence& s, int64_t token, int32_t count) {
     const int32_t before = tiling_.before();
     const bool starts = token == s.begin, collects = starts && tiling_.state.apart();
@@ -170,7 +171,7 @@ class Update {
   }
 
   // Stores row r of the buffer (W - 1 rows of history, then tokens) to the state's column r - drop,
-  // if there is one. Earlier tiles have stored the rows before `known`.
+  // if the state has that column. Earlier tiles have stored the rows before `known`.
   __aicore__ inline void KeepState(Bytes rows, const Sequence& s, int64_t token, int32_t count) {
     const int64_t done = token - s.begin, drop = (accepted_ ? 1 : s.end - s.begin) - done;
     const int64_t known = done ? tiling_.before() : 0, first = drop > known ? drop : known;
@@ -226,8 +227,9 @@ class Update {
     Gather(to[done], rows, spread_[done], base, mask, 1, 8);
   }
 
-  // Prepares the byte offsets for Spread: element j of channel c is element c of row j. The offsets
-  // of the first channel are set; copies then double them until all channels have theirs.
+  // Prepares the byte offsets for Spread: element j of channel c is element c of row j. The scalar
+  // unit sets the offsets of the first channel; vector copies then double the filled part until all
+  // channels have theirs.
   __aicore__ inline void PrepareSpread() {
     pipe_.InitBuffer(spread_queue_, 2, kOwnBlock * stride_ * size_);
     const auto offsets = words<int32_t>(kOwnBlock);
@@ -321,7 +323,7 @@ class Update {
   ElementType type_;
   int32_t size_, stride_;  // bytes per element; elements per row on chip
   bool right_;             // starts are valid or absent
-  int64_t channel0_ = 0;   // the block's first
+  int64_t channel0_ = 0;   // first channel of the block
   int32_t count_ = 0;      // channels of the block
   TQueBind<TPosition::VECIN, TPosition::VECOUT, 2> rows_queue_;
   TQue<TPosition::VECIN, 2> in_queue_;

@@ -6,7 +6,8 @@
 namespace npu_ops {
 namespace {
 
-// Where a sequence's tokens, state and windows are.
+// The tokens [begin, end) of a sequence, its slot and first column in the pool of states, and its
+// row of windows (-1: none).
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
   bool skipped;
@@ -19,7 +20,8 @@ struct Arguments {
   bool counted, update;  // counted: num_accepted_tokens is given
 };
 
-// All sequences are checked before any is changed, so an error changes nothing.
+// Finds and checks all sequences before any state is written, so that an error leaves all
+// unchanged.
 std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indices,
                                      const Indices& accepted, const std::optional<Tensor>& starts,
                                      const Indices& window_indices) {

@@ -33,7 +33,7 @@ struct CausalConv1dUpdateTiling {
 
   int32_t block;        // channels of a piece of work, a multiple of 64
   int32_t tile_tokens;  // tokens on chip at once
-  int32_t loaded;       // bytes per channel of a filter or a history, as it is loaded
+  int32_t loaded;       // bytes per channel of the buffer for filters and histories
 
   NPU_OPS_SHARED int64_t blocks() const { return (channels + block - 1) / block; }
   NPU_OPS_SHARED int64_t pieces() const { return sequences * blocks(); }
@@ -44,13 +44,15 @@ struct CausalConv1dUpdateTiling {
   NPU_OPS_SHARED bool spreads() const { return state.apart() || window.apart(); }
 };
 
-// The most tokens of a tile: more than the rows before it, which every tile loads again.
+// The most tokens of a tile. It is more than W - 1, because every tile loads the W - 1 rows before
+// it again.
 constexpr int32_t kMostTokens = 8;
 // Wider blocks gain nothing. If channels are not contiguous, an instruction has a repeat for every
 // few channels, and at most 255 repeats.
 constexpr int64_t kWidestBlock = 1024, kWidestApart = 512;
 
-// Computes the sizes of blocks and tiles: all `cores` get channels, even for a single token.
+// Computes the sizes of blocks and tiles. Blocks share the channels among `cores`, even for a
+// single token, but have at least 64 channels.
 inline void cut(CausalConv1dUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
   const auto most = [](int64_t a, int64_t b) { return a > b ? a : b; };

@@ -1,5 +1,6 @@
 // The gates of a chunk of the gated delta rule, and the triangular system that they form, on the
-// CPU. Reference: npu_ops/ops/chunk_gated_delta_rule/reference.py; cpu.py there computes the rest.
+// CPU. Reference: npu_ops/ops/chunk_gated_delta_rule/reference.py.
+// npu_ops/ops/chunk_gated_delta_rule/cpu.py computes the rest.
 //
 // A chunk has c tokens and H heads with G value heads each. Tensors by value head are fp32 [G, H,
 // c, ...]: value head n is matrix [n % G, n / G].
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int64_t kChunk = 64;  // the longest chunk, and the row length of buffers here
 
-// Returns e^x, which is 0 for large negative x.
+// Returns e^x, or 0 for x below -87.
 NPU_OPS_INLINE float decay(double x) {
   const float y = static_cast<float>(x);
   return keep_if(!(y < -87.0f), exp_within(y));
@@ -24,8 +25,8 @@ NPU_OPS_INLINE float decay(double x) {
 // One value head's tokens of a chunk.
 struct Tokens {
   // `step`: elements from one token of a head to the next. Sums are fp64: in fp32, a decay to 0
-  // would leave no digits for the tokens after it. Log decays are limited to -1e5, because 0 times
-  // infinity would be NaN.
+  // would leave no digits for the tokens after it. Log decays below -1e5 are set to -1e5, because
+  // the difference of two infinite sums would be NaN.
   Tokens(const float* g, const float* beta, int64_t step, int64_t count) : count(count) {
     double sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -35,7 +36,7 @@ struct Tokens {
     }
   }
   int64_t count;
-  double total[kChunk] = {};  // cumulative log decay, including the token's
+  double total[kChunk] = {};  // cumulative log decay, including this token's
   float beta[kChunk] = {};
 };
 
@@ -70,9 +71,11 @@ NPU_OPS_CLONES void solve(const Tokens& tokens, const float* kk, const float* qk
   }
 }
 
-// recalled [H, c or 2c, c]: k k^T, and q k^T below it. g, beta: [c, HV]. decays_out [3, G, H, c]:
-// the decay from the chunk's start to each token, the decay from each token to the chunk's end, and
-// beta.
+// Computes `inverse` and `attention` (see `solve`) and the decays of all value heads.
+// - recalled [H, c or 2c, c]: k k^T, and below it q k^T if `attention` is given.
+// - g, beta: [c, HV].
+// - decays_out [3, G, H, c]: the decay from the chunk's start to each token, the decay from each
+//   token to the chunk's end, and beta.
 void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional<Tensor> attention,
            Tensor decays_out) {
   const int64_t heads = recalled.size(0), rows = recalled.size(1), count = recalled.size(2);
@@ -123,11 +126,15 @@ NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const 
   for (int64_t i = 0; i < count; ++i) grad_total[i] -= columns[i];
 }
 
-// kept [G, H, c] and faded [G, H]: gradients of the log decays to the chunk's end, from each token
-// and from the chunk's start. grad_beta_in and grad_total_in [G, H, c]: earlier contributions to
-// the gradients of beta and of the cumulative log decays. Written: grad_g and grad_beta [c, HV],
-// and grad_recalled [H, 2c, 2c], whose product with [k; q] the caller adds to the gradient of [k;
-// q].
+// Computes the gradients of `gates`. Inputs:
+// - kept [G, H, c] and faded [G, H]: gradients of the log decays to the chunk's end, from each
+//   token and from the chunk's start.
+// - grad_beta_in and grad_total_in [G, H, c]: earlier contributions to the gradients of beta and of
+//   the cumulative log decays.
+//
+// Outputs:
+// - grad_g and grad_beta [c, HV].
+// - grad_recalled [H, 2c, 2c]. The caller adds its product with [k; q] to the gradient of [k; q].
 void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor grad_solve,
                     Tensor grad_attention, Tensor grad_beta_in, Tensor grad_total_in, Tensor kept,
                     Tensor faded, Tensor grad_recalled, Tensor grad_g, Tensor grad_beta) {

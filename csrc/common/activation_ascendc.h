@@ -6,7 +6,7 @@
 namespace npu_ops {
 
 // Sets to = 1 / (1 + exp(-x)). If exp overflows to infinity, the quotient is the correct 0. `ones`
-// holds `count` ones: Reciprocal would only be an estimate. `to` must not be x.
+// holds `count` ones, for Div: AscendC's Reciprocal is only an estimate. `to` must not be x.
 __aicore__ inline void sigmoid(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                AscendC::LocalTensor<float> ones, int32_t count) {
   AscendC::Muls(to, x, -1.0f, count);
@@ -56,8 +56,8 @@ __aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTe
 }
 
 // Splits x so that exp(A_log) * softplus(x) = exp(A_log + far) * softplus(near). If the product is
-// representable in fp32, neither factor overflows or vanishes. On return x holds near = max(x,
-// -17). Below -17, softplus(x) is exp(x), so far = min(x + 17, 0). t is scratch.
+// representable in fp32, neither factor overflows or vanishes. On return, x holds near = max(x,
+// -17), and far is min(x + 17, 0), because softplus(x) is exp(x) below -17. t is scratch.
 __aicore__ inline void part_softplus(AscendC::LocalTensor<float> x, AscendC::LocalTensor<float> far,
                                      AscendC::LocalTensor<float> t, int32_t count) {
   constexpr float kFar = -17.0f;

@@ -40,7 +40,7 @@ __aicore__ inline bool are_right(GM_ADDR starts, bool wide, int64_t sequences, i
   return right && last <= tokens;
 }
 
-// Makes one pipe wait for another: Wait<HardEvent::S_V>().
+// Makes one pipe wait for another: Wait<HardEvent::S_V>() makes V wait for S.
 template <AscendC::HardEvent event>
 __aicore__ inline void Wait() {
   const auto id = static_cast<int32_t>(GetTPipePtr()->FetchEventID(event));

@@ -38,8 +38,8 @@ std::vector<const Tensor*> pointers(const T&... tensors) {
 ElementType element_type(const Tensor& tensor, const char* argument);
 
 // The result of `npu_ops.core.ascendc.target`: the path of the kernel's binary (on the emulated
-// NPU, of its twin), the number of vector cores, the bytes of unified buffer per core, and the
-// address of the current stream.
+// NPU, of its twin, the CPU build), the number of vector cores, the bytes of unified buffer per
+// core, and the address of the current stream.
 struct KernelTarget {
   const std::string& binary;
   int64_t cores, ub_bytes, stream;

@@ -1,4 +1,4 @@
-// The parts of torch that every binding file needs: tensors, shape checks, dtype dispatch.
+// Helpers of all files that register kernels with torch: dtype dispatch and data pointers.
 #pragma once
 
 #include "common/torch.h"
@@ -6,7 +6,7 @@
 
 namespace npu_ops {
 
-// Calls `body` with a null pointer of the storage type that `dtype` names.
+// Calls `body` with a null pointer to the storage type of `dtype`: float, bf16 or fp16.
 template <class Body>
 void dispatch(ScalarType dtype, const char* argument, const Body& body) {
   switch (dtype) {

@@ -1,5 +1,5 @@
 // Checks of index values that a kernel uses as memory offsets. They run before the kernel accesses
-// any memory: under torch.compile nothing else has checked the values.
+// any memory. Under torch.compile, they are the only checks of these values.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ inline int64_t within(const char* name, int64_t index, int64_t low, int64_t high
   return index;
 }
 
-// Raises if `places`, the places that sequences write to, contains one twice.
+// Raises if two sequences write to the same slot, i.e. if an index occurs twice in `places`.
 inline void check_distinct(const char* name, std::vector<int64_t> places) {
   std::sort(places.begin(), places.end());
   const auto twice = std::adjacent_find(places.begin(), places.end());
@@ -56,8 +56,8 @@ inline void check_distinct(const char* name, std::vector<int64_t> places) {
                   " twice, needs each at most once");
 }
 
-// Returns the checked cu_seqlens: the start of each sequence and the end of the last, in `tokens`
-// tokens. Tokens after the last sequence are unowned (npu_ops/core/lengths.py).
+// Checks cu_seqlens and returns its values: the start of each sequence, then the end of the last,
+// which is at most `tokens`. Tokens after it belong to no sequence (npu_ops/core/lengths.py).
 inline std::vector<int64_t> starts_of(const char* name, const Tensor& tensor, int64_t tokens) {
   const Indices indices(tensor);
   const int64_t count = indices.rows();

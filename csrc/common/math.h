@@ -12,10 +12,10 @@ namespace npu_ops {
 // Returns e^x for x within +-87; beyond, the value at the limit; a NaN stays a NaN. Relative error
 // below 2e-7. The reduction and the polynomial are those of Cephes' expf.
 NPU_OPS_INLINE float exp_within(float x) {
-  // One condition with a computed limit. For two conditions with constant limits the compiler makes
-  // three paths, computes each to its end and blends, which takes twice as long.
+  // One condition with a computed limit, instead of two with constant limits. For two, the compiler
+  // computes the whole function on three paths and blends the results, which takes twice as long.
   x = std::fabs(x) > 87.0f ? std::copysign(87.0f, x) : x;
-  const float shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the power of two
+  const float shifted = x * 1.44269504f + 12582912.0f;  // its low bits hold the exponent
   const float power = shifted - 12582912.0f;
   const float f = x - power * 0.693359375f + power * 2.12194440e-4f;
   float p = 1.9875691500e-4f;

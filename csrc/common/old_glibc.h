@@ -1,5 +1,5 @@
-// Replacements for newer symbols, so that a library built with a new glibc runs with glibc 2.27,
-// and one wheel serves all. To be included in one source file.
+// Replacements for newer symbols, so that a library built with a new glibc runs with glibc 2.27 or
+// newer, and one wheel serves all. Include it in exactly one source file.
 #pragma once
 
 #include <sstream>
@@ -21,8 +21,8 @@ NPU_OPS_OLD(dlsym);
 NPU_OPS_OLD(dlerror);
 #undef NPU_OPS_OLD
 
-// libstdc++ skips atomic reference counts if this variable, new in glibc 2.32, is not 0. Here it is
-// 0, because there may be other threads.
+// libstdc++ skips atomic reference counts if this variable, new in glibc 2.32, is not 0. It is 0
+// here, because other threads may run.
 extern "C" {
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 }

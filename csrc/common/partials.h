@@ -10,9 +10,10 @@
 
 namespace npu_ops {
 
-// Rows are summed in blocks. Their number does not depend on the number of threads, so sums are the
-// same on every machine. There are up to 64 blocks, because longer sums round more. One thread adds
-// the blocks' sums at the end, so beyond four blocks each has enough rows to make that cheap.
+// Rows are summed in blocks. The number of blocks depends on the shape alone, so sums do not depend
+// on the number of threads. Up to 64 blocks are made, because longer sums round more. One thread
+// adds the blocks' sums at the end. To keep that cheap, more than about four blocks are made only
+// if each has at least kRowsOfSums * width / cost rows.
 constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {

@@ -13,7 +13,7 @@ namespace npu_ops {
 constexpr uint32_t kFirstFactor = 0xD2511F53u, kSecondFactor = 0xCD9E8D57u;
 
 // A row is cut into 8 lanes of lane_width columns, a multiple of 16, so lanes are whole vectors.
-// One Philox call returns 128 random bits: for one column, 16 bits for each of the 8 lanes.
+// One Philox call returns 128 random bits: 16 bits for the same column of each of the 8 lanes.
 constexpr int64_t kDrawLanes = 8;
 inline int64_t lane_width(int64_t width) {
   return ((width + kDrawLanes - 1) / kDrawLanes + 15) / 16 * 16;
@@ -23,9 +23,10 @@ NPU_OPS_INLINE uint32_t high_of_product(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((uint64_t{a} * b) >> 32);
 }
 
-// Philox calls for the counters (column, row, offset) of `count` columns. A product mixes two words
-// of four, so after two rounds c0 and c1 depend on the column, c3 on the row, and c2 is the xor of
-// a column's word and a row's word. What depends on the column is computed once for all rows.
+// Philox calls for the counters (column, row, offset) of `count` columns. A round multiplies only
+// two of the four words. So after two rounds c0 and c1 depend on the column, c3 on the row, and c2
+// is the xor of a column's word and a row's word. The constructor computes the words that depend on
+// the column, once for all rows.
 class Philox {
  public:
   Philox(uint64_t seed, uint64_t offset, int64_t count)
@@ -55,7 +56,8 @@ class Philox {
  private:
   static constexpr int64_t kPiece = 128;  // columns whose words fit in the L1 cache
 
-  // Writes what depends on the column: of c2 before the third round, and of c0, c2, c3 after it.
+  // Writes four words per column: the column's part of c2 before the third round, and of c0, c2 and
+  // c3 after it.
   NPU_OPS_CLONES static void share(const uint32_t* low, const uint32_t* high, uint32_t c1,
                                    uint32_t c3, int64_t count, uint32_t* words) {
 #pragma GCC ivdep

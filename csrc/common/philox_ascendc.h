@@ -14,7 +14,8 @@ class Philox {
   using Words = AscendC::LocalTensor<int32_t>;
   static constexpr int32_t kBuffers = 10;  // of `count` words each, in the memory given to Init
 
-  // `count`: Philox calls per Draw, a multiple of 64. Each makes one element of each of four words.
+  // `count`: Philox calls per Draw, a multiple of 64. Each call fills one element of each of the
+  // four words.
   __aicore__ inline void Init(Words memory, int32_t count) {
     count_ = count;
     for (int32_t i = 0; i < 4; ++i) word_[i] = memory[i * count];
@@ -24,7 +25,7 @@ class Philox {
     AscendC::Duplicate(low_half_, 0xFFFF, count);
   }
 
-  // The counters that Draw encrypts: fill them before each call.
+  // Returns word `i` of the counters that Draw encrypts. Fill all four before each Draw.
   __aicore__ inline Words counter(int32_t i) { return word_[i]; }
 
   __aicore__ inline void Draw(uint64_t seed) {
@@ -36,7 +37,8 @@ class Philox {
     }
   }
 
-  // Writes to `to`, after Draw, 16 random bits for each element of lane 0 to 7, as floats.
+  // Writes 16 random bits, as a float, to `to` for each element of a lane (0 to 7). Call Draw
+  // first.
   __aicore__ inline void Halves(AscendC::LocalTensor<float> to, int32_t lane) {
     const Words word = word_[lane / 2];
     if (lane % 2)
@@ -46,12 +48,12 @@ class Philox {
     AscendC::Cast(to, limb_[0], AscendC::RoundMode::CAST_NONE, count_);
   }
 
-  // `count` words that callers may use between one Draw and the next.
+  // Returns a buffer of `count` words that callers may use between one Draw and the next.
   __aicore__ inline Words scratch(int32_t i) { return limb_[1 + i]; }
 
  private:
-  // Computes one round in place: each word stays in its buffer, and the buffers exchange their
-  // names.
+  // Computes one round in place. Words stay in their buffers; the entries of word_ are rotated
+  // instead.
   __aicore__ inline void Round(uint32_t low_key, uint32_t high_key) {
     High(high_, word_[0], 0xD2511F53u);
     AscendC::Muls(word_[0], word_[0], static_cast<int32_t>(0xD2511F53u), count_);

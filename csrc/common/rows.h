@@ -22,7 +22,7 @@ struct Rows {
     }
     outer = tensor.size(0), outer_step = tensor.stride(0);
     inner = tensor.size(1), step = tensor.stride(1);
-    if (inner == 1) {  // one run of many rows, not many runs of one row
+    if (inner == 1) {  // so that all rows are one run, instead of one run per row
       std::swap(outer, inner);
       std::swap(outer_step, step);
     }

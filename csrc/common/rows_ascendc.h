@@ -1,5 +1,5 @@
-// Kernels that work on rows: they copy tiles between global memory and fp32 in the unified buffer,
-// and sum along rows and over rows. Included only by device code.
+// Helpers of kernels that work on rows: copies of tiles between global memory and fp32 in the
+// unified buffer, sums along rows and over rows. Included only by device code.
 //
 // In fp32 buffers, the rows of a tile begin `stride` elements apart. The padding between rows is
 // initialised once, when a buffer is made. Instructions compute on it too, but its values are never
@@ -19,7 +19,8 @@ struct RowTile {
   int32_t rows, column, columns;
 };
 
-// Returns the part of a tile among the `count` rows from `first` on, which may be empty.
+// Returns the part of a tile that lies in rows [first, first + count), with rows counted from
+// `first`. If there is no such part, its `rows` is 0 or negative.
 __aicore__ inline RowTile rows_among(RowTile tile, int64_t first, int64_t count) {
   const int64_t begin = tile.row < first ? 0 : tile.row - first;
   const int64_t end = smaller(tile.row + tile.rows - first, count);
@@ -59,8 +60,8 @@ class Rows {
     pipe_.InitBuffer(queue, 2, tiling_.elements * sizeof(float));
   }
 
-  // Calls body(tile) for each tile of this core's pieces; its columns are those of the first chunk.
-  // Calls done(piece) after each piece.
+  // Calls body(tile) for each tile of this core's pieces. The tile has the columns of the first
+  // chunk; each_chunk goes through the others. Calls done(piece) after each piece.
   template <class Body, class Done>
   __aicore__ inline void each_tile(Body body, Done done) {
     const int64_t of_group = tiling_.pieces_of_group();
@@ -139,7 +140,7 @@ class Rows {
     AscendC::Duplicate(partial, 0.0f, tile.rows * kLanes);
   }
 
-  // Computes values *= factors[row]; `spread` has room for eight floats a row.
+  // Computes values *= factors[row]. `spread` is scratch of eight floats per row.
   __aicore__ inline void scale_rows(Floats values, Floats factors, Floats spread, RowTile tile) {
     AscendC::Brcb(spread, factors, static_cast<uint8_t>((tile.rows + 7) / 8), {1, 8});
     const auto apart = static_cast<uint8_t>(tiling_.stride / 8);
@@ -156,7 +157,7 @@ class Rows {
       AscendC::Mul(to[column], from[column], row[column], lanes(columns - column), tile.rows,
                    {1, 1, 1, apart, apart, 0});
   }
-  // Computes values *= row, or values += row.
+  // times_row computes values *= row, plus_row values += row, for all rows of the tile.
   __aicore__ inline void times_row(Floats values, Floats row, RowTile tile) {
     times_row(values, values, row, tiling_.stride, tile);
   }
@@ -213,7 +214,8 @@ class Rows {
     narrow(to, from, type, 0, count(tile));
   }
 
-  // Calls f(row in the tile, offset in the tensor, shape) for runs of rows at equal distances.
+  // Calls f(row in the tile, offset in the tensor, shape) for each run of rows with a constant
+  // stride.
   template <class F>
   __aicore__ inline void each_copy(const RowTensor& tensor, RowTile tile, F f) {
     const bool even = tensor.outer == tiling_.inner * tensor.inner;

@@ -1,4 +1,4 @@
-// Helpers of the launchers of kernels that work on rows: tensors [outer, inner, width] as rows.
+// Helpers to launch kernels that work on rows: they describe tensors [outer, inner, width] as rows.
 #pragma once
 
 #include <initializer_list>
@@ -19,8 +19,8 @@ inline RowsTiling rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// Returns the strides and dtype of those rows. A dimension of size 1 gets the stride that makes all
-// rows one run.
+// Returns the strides and dtype of the rows of an [outer, inner, width] tensor. A dimension of size
+// 1 gets the stride that makes all rows one run.
 inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
   RowTensor made{0, tensor.stride(0), tensor.stride(1), element_type(tensor, argument)};
   if (tensor.size(1) == 1) made.inner = made.outer;
@@ -28,8 +28,8 @@ inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
   return made;
 }
 
-// Like rows_of. But with several groups, the tensor is [rows, groups, width], and group g is
-// tensor[:, g].
+// Like rows_of for one group. With several groups, the tensor is [rows, groups, width], and group g
+// is tensor[:, g].
 inline RowsTiling grouped_rows_of(const Tensor& tensor, int32_t groups) {
   RowsTiling rows = rows_of(tensor);
   if (groups == 1) return rows;
@@ -45,7 +45,8 @@ inline RowTensor grouped_row_tensor(const Tensor& tensor, int32_t groups, const 
   return {tensor.stride(1), apart, apart, element_type(tensor, argument)};
 }
 
-// Returns the bytes per element that two tiles of each tensor need.
+// Returns the bytes per tile element of two tiles of each tensor (double buffering). A null pointer
+// counts nothing.
 inline int64_t doubled(std::initializer_list<const Tensor*> tensors) {
   int64_t bytes = 0;
   for (const Tensor* tensor : tensors) bytes += tensor ? 2 * tensor->element_size() : 0;

@@ -1,8 +1,8 @@
 // How AscendC kernels cut rows into tiles; host and device share this file.
 //
 // A tensor has `groups` groups of `rows` rows of `width` columns. A piece of work is `piece_rows`
-// rows of one group; of n blocks, each takes every n-th piece. A tile is `tile_rows` rows of a
-// piece by `chunk` columns.
+// rows of one group; each of n launched blocks takes every n-th piece. A tile is `tile_rows` rows
+// of a piece by `chunk` columns.
 #pragma once
 
 #include "common/ascendc_types.h"
@@ -23,7 +23,7 @@ struct RowsTiling {
   int32_t elements;  // per tile: tile_rows * stride
 
   NPU_OPS_SHARED int32_t chunks() const { return (width + chunk - 1) / chunk; }
-  // The elements of a row, rounded up to a multiple of 16.
+  // The elements of a row, rounded up to whole chunks of `stride` elements.
   NPU_OPS_SHARED int32_t whole_row() const { return chunks() * stride; }
   NPU_OPS_SHARED int64_t pieces_of_group() const { return (rows + piece_rows - 1) / piece_rows; }
   NPU_OPS_SHARED int64_t pieces() const { return groups * pieces_of_group(); }
@@ -34,8 +34,8 @@ struct RowsTiling {
 constexpr int64_t kWidestChunk = 2032, kMostRows = 248;
 
 // Computes the sizes of pieces and tiles. `element_bytes`, `row_bytes`, `fixed_bytes`: bytes of the
-// unified buffer per element of a tile, per row of a tile, and for everything else. All `cores` get
-// work if there are enough rows.
+// unified buffer per element of a tile, per row of a tile, and for everything else. A group is cut
+// into at most ceil(cores / groups) pieces.
 inline void cut_rows(RowsTiling& tiling, int64_t cores, int64_t ub_bytes, int64_t element_bytes,
                      int64_t row_bytes, int64_t fixed_bytes) {
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };

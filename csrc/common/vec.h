@@ -14,8 +14,8 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define NPU_OPS_X86_CLONES 1
 #define NPU_OPS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-// For two versions of one function: the loader picks the first on machines with AVX2 and its fp16
-// conversions.
+// Attributes of two versions of one function. The loader picks the NPU_OPS_AVX2 version on machines
+// with AVX2 and the fp16 conversions of x86-64-v3.
 #define NPU_OPS_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define NPU_OPS_WITHOUT_AVX2 __attribute__((target("default")))
 #else
@@ -27,8 +27,8 @@
 
 namespace npu_ops {
 
-// Floats per explicit vector: those of AVX2 or NEON. If accumulators are wider than the machine's
-// vectors, the compiler keeps them in memory, and a matrix product takes six times as long.
+// Floats per explicit vector: as many as an AVX2 or NEON register holds. If accumulators are wider
+// than registers, the compiler keeps them in memory, and a matrix product takes six times as long.
 #if defined(__x86_64__)
 constexpr int kFloats = 8;
 #else
@@ -55,7 +55,7 @@ NPU_OPS_INLINE float load(fp16 value) { return std::bit_cast<__fp16>(value.bits)
 #else
 // Half to float without tables or branches: shift into place, rescale the exponent by a multiply
 // (which also makes subnormals right), then restore infinities and NaN. The select is between
-// floats: GCC narrows a select between integers to 16 bits, and packs both values and the
+// floats: GCC would narrow a select between integers to 16 bits and pack both values and the
 // condition.
 NPU_OPS_INLINE float load(fp16 value) {
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;

@@ -1,5 +1,5 @@
-// Converts rows of any type to fp32 and back. GCC 12 does not vectorise the fp16 conversion
-// instructions, which take a fifth of the time of the integer code in vec.h.
+// Converts rows of any type to fp32 and back. On x86-64, intrinsics convert fp16: GCC 12 does not
+// emit these vector instructions by itself. They take a fifth of the time of the code in vec.h.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ NPU_OPS_WITHOUT_AVX2 inline void narrow(const float* in, fp16* out, int64_t coun
 }
 #endif
 
-// One thread's row of a tensor in the form that a loop needs: fp16 converted to fp32 if loops
-// cannot convert it, other types unchanged.
+// One thread's access to rows of a tensor. With GCC on x86-64, it converts fp16 rows to and from an
+// fp32 buffer, so that loops work on fp32. Otherwise it returns the rows themselves.
 template <class T>
 class Row {
  public:
@@ -72,7 +72,7 @@ class Row {
       return memory_.data();
     }
   }
-  // Returns where to write a row; `written` then copies it to its place.
+  // Returns the memory to write a row to. Call `written` afterwards: it converts an fp32 row.
   Element* to(T* row) {
     if constexpr (kCopied)
       return memory_.data();

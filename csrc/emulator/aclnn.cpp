@@ -1,4 +1,4 @@
-// The aclnn objects, and the few operators that torch_npu's own copies and casts call.
+// The aclnn objects, and the operators that torch_npu calls directly, e.g. for copies and casts.
 #include "aclnn.h"
 
 #include <ATen/ops/cat.h>
@@ -10,8 +10,8 @@
 
 namespace npu_ops::emulator {
 
-// No gradients are recorded. The task queue's thread may write tensors that the caller's thread
-// made under torch.inference_mode, which torch allows in this mode alone.
+// Turns off the recording of gradients. The task queue's thread may write tensors that the caller's
+// thread made under torch.inference_mode. torch allows this only in inference mode.
 using Unrecorded = c10::InferenceMode;
 
 int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
@@ -100,7 +100,7 @@ at::Scalar read_scalar(const void* value, aclDataType dtype) {
 
 void nothing() {}
 
-// A graph's work reads its arguments in every replay.
+// In a capture, keeps the object until the graph is destroyed: every replay reads it.
 template <class Object>
 int destroy(const Object* object) {
   release_later([object] { delete object; });

@@ -74,14 +74,14 @@ void need_tiling(bool fine, const Parts&... sentence) {
   if (!fine) throw Rejected{kTilingFailed, say(sentence...)};
 }
 
-// The C interface passes pointers. These types have the same representation, and are used like
-// values. They are valid until the second phase has run: the caller must keep them so long.
+// Types of operator parameters. Each has the representation of a pointer of the C interface, and is
+// used like a value. The caller keeps the objects valid until the second phase has run.
 class Tensor {
  public:
   const at::Tensor& operator*() const { return pointer_->value; }
   const at::Tensor* operator->() const { return &pointer_->value; }
   operator const at::Tensor&() const { return pointer_->value; }
-  // Whether the caller passed it: an optional tensor may be null or undefined.
+  // Returns whether the caller passed the tensor: an optional one may be null or undefined.
   explicit operator bool() const { return pointer_ && pointer_->value.defined(); }
 
  private:
@@ -108,7 +108,7 @@ class Scalar {
 
 class Tensors {
  public:
-  // Whether the caller passed any tensor.
+  // Returns whether the caller passed any tensor.
   explicit operator bool() const { return pointer_ && !pointer_->value.empty(); }
   std::vector<at::Tensor> operator*() const {
     std::vector<at::Tensor> all;
@@ -144,8 +144,8 @@ inline bool is_float(const at::Tensor& tensor) {
 // ACLNN(Name, (C parameters), check, compute): the pair aclnnNameGetWorkspaceSize and aclnnName.
 #define ACLNN(NAME, PARAMETERS, CHECK, ...) ACLNN_KEEP(NAME, PARAMETERS, (=), CHECK, __VA_ARGS__)
 
-// The same, with explicit captures of `compute`: it must copy a string in the first phase, because
-// callers need not keep it until the second.
+// Like ACLNN, with explicit captures of `compute`. Use it to copy a string in the first phase,
+// because callers need not keep strings until the second phase.
 #define ACLNN_KEEP(NAME, PARAMETERS, CAPTURES, CHECK, ...)                                      \
   extern "C" int aclnn##NAME##GetWorkspaceSize(NPU_OPS_UNPACK PARAMETERS, uint64_t* workspace_, \
                                                aclOpExecutor** executor_) {                     \

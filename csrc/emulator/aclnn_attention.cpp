@@ -2,7 +2,8 @@
 // Constraints: torch_npu's documentation of npu_fusion_attention and
 // npu_fused_infer_attention_score.
 //
-// Everything is cut into one [heads, rows, columns] problem per sequence and computed in fp32.
+// A call is cut into one problem per sequence, computed in fp32. A problem has scores [heads, rows,
+// columns]: rows are queries, columns are keys.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
@@ -19,11 +20,12 @@ namespace {
 using Optional = std::optional<at::Tensor>;
 
 Optional optional(Tensor tensor) { return tensor ? Optional(*tensor) : std::nullopt; }
-// The gradient of an optional input. Without that input torch_npu passes an empty tensor for it.
+// Returns the gradient of an optional input if the input is given. Otherwise torch_npu passes an
+// empty tensor as gradient.
 Optional wanted(Tensor input, Tensor gradient) { return input ? optional(gradient) : std::nullopt; }
 std::vector<int64_t> ints(Ints array) { return array ? *array : std::vector<int64_t>{}; }
 
-// The dimensions of a layout. BSH and SBH fold heads and head dimension into one.
+// The sizes of a tensor in any layout. BSH and SBH fold heads and head dimension into one.
 struct Shape {
   int64_t batch, length, heads, dim;
 };
@@ -39,7 +41,8 @@ Shape shape_of(const at::Tensor& x, const std::string& layout, int64_t heads) {
   return {x.size(batch_first ? 0 : 1), x.size(batch_first ? 1 : 0), heads, x.size(2) / heads};
 }
 
-// [heads, length, dim] of rows [begin, end) of one batch entry; a view, so results go through it.
+// Returns a view [heads, length, dim] of rows [begin, end) of one batch entry. Results are written
+// through such views, too.
 at::Tensor heads_of(const at::Tensor& x, const std::string& layout, int64_t heads, int64_t batch,
                     int64_t begin, int64_t end) {
   const int64_t length = end - begin;
@@ -50,7 +53,7 @@ at::Tensor heads_of(const at::Tensor& x, const std::string& layout, int64_t head
 }
 
 struct Mask {
-  Optional tensor;  // true where a pair is left out
+  Optional tensor;  // true for a masked pair of query and key
   int64_t mode, pre, next;
 };
 
@@ -76,9 +79,8 @@ void check_mask(const Mask& mask, bool packed) {
                 mask.mode);
 }
 
-// The mask of one sequence, [rows, columns] or [heads or 1, rows, columns], true where a pair is
-// left out; none if no pair is. Without a mask tensor the vendor ignores sparse_mode and both token
-// counts.
+// Returns the mask of one sequence, [rows, columns] or [heads or 1, rows, columns], true for masked
+// pairs; nullopt without a mask tensor. The vendor then ignores sparse_mode and both token counts.
 Optional left_out(const Mask& mask, int64_t batch, int64_t rows, int64_t columns) {
   if (!mask.tensor) return std::nullopt;
   const at::Tensor difference = at::arange(columns).unsqueeze(0) - at::arange(rows).unsqueeze(1);
@@ -106,7 +108,7 @@ Optional left_out(const Mask& mask, int64_t batch, int64_t rows, int64_t columns
 // Attention of one sequence.
 struct Problem {
   at::Tensor q, k, v;  // [heads, rows or columns, dim], fp32, k and v repeated for each query head
-  Optional pse, masked, keep;  // keep: dropout, true where kept
+  Optional pse, masked, keep;  // keep: dropout, true if kept
   double scale, keep_prob;
   bool scale_pse;
 
@@ -118,7 +120,7 @@ struct Problem {
     return masked ? s.masked_fill(*masked, -INFINITY) : s;
   }
 
-  // The same problem for `count` of the heads. Tensors that all heads share stay whole.
+  // Returns the problem for heads [first, first + count). Tensors that all heads share stay whole.
   Problem of_heads(int64_t first, int64_t count) const {
     const auto some = [&](const at::Tensor& x) { return x.narrow(0, first, count); };
     const auto some_or_all = [&](const Optional& x) {
@@ -147,7 +149,7 @@ struct Softmax {
 };
 
 Softmax softmax(const at::Tensor& scores) {
-  // A row that is left out entirely gives zeros, as the vendor does for invalid rows.
+  // A row whose pairs are all masked gives zeros, as the vendor does for invalid rows.
   if (scores.size(-1) == 0) {
     const at::Tensor none = scores.new_zeros({scores.size(0), scores.size(1), 1});
     return {none - FLT_MAX, none, scores};
@@ -218,7 +220,8 @@ struct Training {
          ", needs the number of tokens ", total);
   }
 
-  // Calls body(problem, batch, first query row, its end, first key row, its end) per sequence.
+  // Calls body(problem, batch, q0, q1, k0, k1) for each sequence, which has query rows [q0, q1) and
+  // key rows [k0, k1).
   template <class Body>
   void each(const Body& body) const {
     int64_t bit = 0;
@@ -254,8 +257,9 @@ struct Training {
     }
   }
 
-  // [heads, rows, 8] of one sequence in softmax_max or softmax_sum. TND's default order is all
-  // heads of a sequence, then the next sequence; "TND" asks for tokens first.
+  // Returns a view [heads, rows, 8] of one sequence in softmax_max or softmax_sum. For packed
+  // inputs, the default order is all heads of a sequence, then the next sequence. softmax_layout
+  // "TND" puts tokens first.
   at::Tensor statistics(const at::Tensor& all, int64_t batch, int64_t q0, int64_t q1) const {
     if (!packed()) return all.select(0, batch);
     if (!softmax_layout.empty()) return all.narrow(0, q0, q1 - q0).transpose(0, 1);
@@ -322,7 +326,7 @@ struct Training {
     });
   }
 
-  // Adds the bias gradients of some heads, from `first` on. All heads may share one bias.
+  // Adds the gradients of the bias (pse) of heads from `first` on. All heads may share one bias.
   static void add_pse(const at::Tensor& to, const at::Tensor& ds, int64_t b, int64_t first) {
     at::Tensor own = to.select(0, to.size(0) == 1 ? 0 : b);
     if (own.size(0) > 1) own = own.narrow(0, first, ds.size(0));
@@ -355,7 +359,7 @@ const Ints kNone{};
 
 }  // namespace
 
-// The versions differ in their parameters, not in their computation.
+// The versions of these operators differ in their parameters, not in their computation.
 #define QKV Tensor q, Tensor k, Tensor v
 #define MASKS Tensor pse, Tensor drop, Tensor, Tensor mask
 #define NUMBERS                                                                            \
@@ -430,7 +434,7 @@ struct Inference {
   double scale;
   std::string layout;
 
-  // The layout of the output: "BNSD_BSND" reads one and writes the other.
+  // Returns the layout of the output: "BNSD_BSND" reads BNSD and writes BSND.
   std::string layout_out() const {
     const auto at = layout.find('_');
     return at == std::string::npos ? layout : layout.substr(at + 1);
@@ -480,7 +484,7 @@ struct Inference {
     return packed() ? static_cast<int64_t>(q_lengths.size()) : shape_of(q, layout, heads).batch;
   }
 
-  // [kv heads, length, dim] of the keys (or values) of one sequence.
+  // Returns the keys (or values) of one sequence, [kv heads, length, dim].
   at::Tensor cache(const std::vector<at::Tensor>& all, int64_t b, int64_t length) const {
     if (table) {
       std::vector<at::Tensor> parts;
@@ -545,7 +549,8 @@ struct Inference {
     }
   }
 
-  // One query a sequence: the mask has a row per sequence, and sparse modes do not apply.
+  // Returns the mask of one sequence. With one query and sparse_mode 0 or 1, the mask tensor has a
+  // row per sequence, and both token counts are ignored.
   Optional masked(int64_t b, int64_t rows, int64_t columns) const {
     if (!mask.tensor || mask.mode >= 2 || rows > 1) return left_out(mask, b, rows, columns);
     const at::Tensor flat = mask.tensor->ne(0).reshape({-1, mask.tensor->size(-1)});
@@ -602,7 +607,8 @@ ACLNN_KEEP(FusedInferAttentionScoreV4,
             INFER_NUMBERS, int64_t, Tensor out, Tensor lse),
            (=, call = INFER), (REFUSE, refuse_quantised(e16, e17, sink), INFER.check()),
            call.run(out, lse))
-// The workspace for the longest sequences, which callers ask for before they capture a graph.
+// Callers ask for the workspace of the longest sequences before they capture a graph. The emulator
+// needs none, so the function is an alias of GetWorkspaceSize.
 #define MAX_WORKSPACE(NAME)                                            \
   __asm__(".globl aclnn" #NAME "GetMaxWorkspaceSize\n.set aclnn" #NAME \
           "GetMaxWorkspaceSize, aclnn" #NAME "GetWorkspaceSize")

@@ -44,8 +44,8 @@ void check_delta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
        lengths->scalar_type(), lengths->sizes(), ", needs int32 of 1 dimension");
 }
 
-// One token for all value heads: q, k [heads, Dk], v [heads, Dv], state [heads, Dv, Dk] in fp32.
-// Returns the output and changes the state.
+// One token for all value heads, in fp32: q, k and gk [heads, Dk], v [heads, Dv], beta and g
+// [heads]. `step` changes the state [heads, Dv, Dk] and returns the output [heads, Dv].
 struct Token {
   at::Tensor q, k, v;
   std::optional<at::Tensor> beta, g, gk;
@@ -149,7 +149,7 @@ at::Tensor masked(const at::Tensor& x, Tensor mask) {
   return mask ? x * mask->t().unsqueeze(-1) : x;
 }
 
-// x moved `by` positions later in time, zeros before.
+// Returns x moved `by` positions later in time, with zeros before it.
 at::Tensor later(const at::Tensor& x, int64_t by) {
   at::Tensor out = x.new_zeros(x.sizes());
   if (by < x.size(0)) out.slice(0, by).copy_(x.slice(0, 0, x.size(0) - by));

@@ -1,5 +1,5 @@
-// Dropout masks, one bit an element (1 keeps it), and their use. The bits differ from a device's;
-// what holds is that the same seed and offset give the same mask.
+// Dropout masks of one bit per element (1: kept), and their application. The bits differ from a
+// device's, but the same seed and offset always give the same mask.
 #include "aclnn_dropout.h"
 
 #include <random>

@@ -1,11 +1,11 @@
-// A dropout mask of one bit an element.
+// Dropout masks of one bit per element.
 #pragma once
 
 #include "aclnn.h"
 
 namespace npu_ops::emulator {
 
-// The first `count` bits of `mask` as booleans, true where an element is kept.
+// Returns the first `count` bits of `mask` as booleans, true for an element that is kept.
 at::Tensor unpack_mask(const at::Tensor& mask, int64_t count);
 
 }  // namespace npu_ops::emulator

@@ -1,4 +1,4 @@
-// Cross entropy of logits and labels, its gradient, and the calls that the vendor refuses.
+// Cross entropy of logits and labels, and its gradient. Rejects the calls that the vendor rejects.
 // Formulas and constraints: the vendor's documentation of aclnnCrossEntropyLoss and
 // aclnnCrossEntropyLossGrad, and torch_npu's of npu_cross_entropy_loss.
 #include <ATen/ops/cross_entropy_loss.h>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kMostRows = 200000;
 
-// A negative ignore_index ignores nothing: the vendor's -100 is not torch's.
+// Unlike in torch, a negative ignore_index, such as the default -100, ignores no label.
 struct Options {
   std::string reduction;
   int64_t ignore_index;
@@ -67,10 +67,12 @@ void check_loss_grad(const at::Tensor& grad, const at::Tensor& log_prob, const a
   need(!zloss, "grad_zloss, lse_for_zloss: got some, which the vendor ignores");
 }
 
-// torch_npu passes empty tensors for results that were not asked for.
+// Returns whether an optional tensor has elements. torch_npu passes empty tensors for results that
+// were not asked for.
 bool any(const Tensor& optional) { return optional && optional->numel() > 0; }
 
-// Marks the rows that count. On a device a label that is no class would be an invalid address.
+// Returns which rows have a label that is not ignored. Rejects labels that are no class: a device
+// would use them as addresses.
 at::Tensor counted(const at::Tensor& target, int64_t classes, int64_t ignore_index) {
   const at::Tensor wanted = target != (ignore_index < 0 ? -1 : ignore_index);
   const at::Tensor outside = (target < 0).logical_or(target >= classes).logical_and(wanted);

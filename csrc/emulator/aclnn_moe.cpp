@@ -1,7 +1,8 @@
-// Mixtures of experts: choosing experts, sorting tokens by them, a product for each, and back.
-// Formulas and constraints: torch_npu's documentation of npu_moe_gating_top_k_softmax,
-// npu_moe_init_routing_v2, npu_grouped_matmul, npu_moe_finalize_routing, npu_moe_token_permute and
-// npu_moe_token_unpermute, and the vendor's of aclnnGroupedMatmulV5 and aclnnMoeToken....
+// Mixture of experts: choice of experts (gating), sorting of tokens by expert, grouped matrix
+// products, and the sum over each token's experts. Formulas and constraints: torch_npu's
+// documentation of npu_moe_gating_top_k_softmax, npu_moe_init_routing_v2, npu_grouped_matmul,
+// npu_moe_finalize_routing, npu_moe_token_permute and npu_moe_token_unpermute, and the vendor's of
+// aclnnGroupedMatmulV5 and aclnnMoeToken....
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/empty_like.h>
@@ -21,7 +22,7 @@ void check_half_or_float(const char* name, const at::Tensor& x) {
   need(is_float(x), name, ": got ", x.scalar_type(), ", needs float32, float16 or bfloat16");
 }
 
-// Softmax and the k largest of each row. Of equal ones the first comes first.
+// Gating: softmax, and the k largest values of each row. Of equal values, the first comes first.
 void check_gating(const at::Tensor& x, bool finished, int64_t k) {
   check_half_or_float("x", x);
   need(!finished, "finished: got one, which is not emulated");
@@ -54,8 +55,8 @@ void check_routing(const at::Tensor& x, const at::Tensor& experts, int64_t exper
        "active_expert_range: got a part, which is not emulated");
 }
 
-// Copies each row of x for each of its experts, and sorts the copies by expert. Returns them and
-// the places of the copies.
+// Copies each row of x for each of its experts, and writes the copies to `out`, sorted by expert.
+// Writes to `where` the row of each copy in `out`; with row_type 1, the copy in each row of `out`.
 void route(const at::Tensor& x, const at::Tensor& experts, int64_t expert_num, int64_t tokens_type,
            bool count, int64_t row_type, const at::Tensor& out, const at::Tensor& where,
            const at::Tensor& tokens) {
@@ -81,7 +82,7 @@ bool transposed(const at::Tensor& matrix) {
   return matrix.stride(-2) == 1 && matrix.stride(-1) == matrix.size(-2) && !matrix.is_contiguous();
 }
 
-// One weight for all groups, or one for each.
+// Checks weights for group_type 0: one tensor for all groups, or one per group.
 void check_by_tokens(const at::Tensor& x, const std::vector<at::Tensor>& weights) {
   const int64_t dims = weights.size() == 1 ? 3 : 2;
   for (const at::Tensor& weight : weights) {
@@ -137,8 +138,9 @@ void check_grouped(const std::vector<at::Tensor>& x, const std::vector<at::Tenso
        "; 0 and 1 are emulated");
 }
 
-// group_type 0: row i of x times the weight of its group; rows after the last group stay unchanged.
-// group_type 2: the columns of x that belong to a group, times the group's rows of the weight.
+// group_type 0: multiplies each row of x by the weight of its group; rows of `out` after the last
+// group stay unchanged. group_type 2: multiplies the columns of x that belong to a group by the
+// group's rows of the weight.
 void grouped(const at::Tensor& x, const std::vector<at::Tensor>& weights, const at::Tensor& groups,
              int64_t group_type, int64_t list_type, const at::Tensor& out) {
   const at::Tensor ends = list_type == kCumulative ? groups : groups.cumsum(0);
@@ -184,8 +186,8 @@ void check_permute(const at::Tensor& tokens, const at::Tensor& indices, bool pad
   need(k <= kMostChosen, "indices: got ", k, " for each token, needs at most ", kMostChosen);
 }
 
-// Copies each token for each of its indices, and sorts the copies by index. Returns them and the
-// places of the copies.
+// Copies each token for each of its indices, and writes the copies to `out`, sorted by index.
+// Writes the row of each copy in `out` to `sorted`.
 void permute(const at::Tensor& tokens, const at::Tensor& indices, const at::Tensor& out,
              const at::Tensor& sorted) {
   const at::Tensor flat = indices.flatten().to(at::kLong);
@@ -217,7 +219,7 @@ void check_unpermute(const at::Tensor& permuted, const at::Tensor& sorted, const
        " for ", sorted.numel(), " rows");
 }
 
-// The sum of each token's copies, weighted.
+// Writes the sum over each token's copies, weighted by `probs` if given.
 void unpermute(const at::Tensor& permuted, const at::Tensor& sorted, const Tensor& probs,
                const at::Tensor& out) {
   at::Tensor each = each_token(permuted, sorted, chosen(probs));
@@ -255,7 +257,7 @@ void check_finalize(const at::Tensor& rows, const at::Tensor& where, const Tenso
        rows.scalar_type());
 }
 
-// The sum of each token's experts, weighted.
+// Writes the sum over each token's experts, weighted by `scales` if given.
 void finalize(const at::Tensor& rows, const at::Tensor& where, const Tensor& skip1,
               const Tensor& skip2, const Tensor& bias, const Tensor& scales, const Tensor& experts,
               int64_t mode, const at::Tensor& out) {

@@ -20,7 +20,7 @@ at::Tensor rotate_half(const at::Tensor& x) {
   return at::cat({-halves[1], halves[0]}, -1);
 }
 
-// (x1, x2) -> (-x2, x1) for each pair; which two elements are a pair depends on the mode.
+// Maps each pair (x1, x2) to (-x2, x1). The mode tells which two elements are a pair.
 at::Tensor rotate(const at::Tensor& x, int64_t mode) {
   if (mode == kHalf) return rotate_half(x);
   if (mode == kQuarter) {
@@ -66,7 +66,7 @@ void check_rotary_mul(const at::Tensor& x, const at::Tensor& cos, const at::Tens
                 "; in interleave mode the batch and head dimensions of cos must be 1");
 }
 
-// The gradient of a broadcast table: the sum over the broadcast dimensions.
+// Returns the gradient of a broadcast table: the sum over the broadcast dimensions.
 at::Tensor sum_like(const at::Tensor& full, const at::Tensor& like) {
   return full.sum_to_size(like.sizes());
 }
@@ -83,7 +83,7 @@ void rotary_mul_grad(const at::Tensor& dy, const at::Tensor& cos, const at::Tens
   dsin.copy_(sum_like(grad * rotate(in, mode), dsin));
 }
 
-// npu_apply_rotary_pos_emb, in place.
+// Layouts of npu_apply_rotary_pos_emb, which works in place.
 enum Layout : int64_t { kBsnd = 1, kSbnd = 2, kBnsd = 3, kTnd = 4 };
 
 void check_apply(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,

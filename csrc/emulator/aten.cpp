@@ -1,4 +1,4 @@
-// Every aten operator on the emulated NPU: torch's own CPU kernel, on the device's memory.
+// Runs aten operators of the emulated NPU with torch's CPU kernels, on the device's memory.
 //
 // torch_npu's aten kernels call hundreds of aclnn functions. torch's CPU kernels compute the same,
 // so they replace torch_npu's. Device memory is host memory: a tensor is passed to the CPU kernel
@@ -28,7 +28,8 @@ namespace {
 
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
 
-// torch_npu's own: torch gets to it by hooks, which torch_npu 2.7 to 2.9 registers later.
+// Returns torch_npu's default generator, found by its symbol: torch reaches it by hooks, which
+// torch_npu 2.7 to 2.9 registers later.
 at::Generator default_generator(c10::DeviceIndex device) {
   using Function = const at::Generator& (*)(c10::DeviceIndex);
   static const auto function =
@@ -38,7 +39,8 @@ at::Generator default_generator(c10::DeviceIndex device) {
   return function(device);
 }
 
-// The allocator, views and copies stay torch_npu's own, because they create NPU tensors.
+// Operators that stay torch_npu's own, because they create NPU tensors: allocation, views and
+// copies.
 const std::unordered_set<std::string>& kept() {
   static const std::unordered_set<std::string> names = {
       "_copy_from",
@@ -90,13 +92,14 @@ const std::unordered_set<std::string>& mixed() {
   return names;
 }
 
-// Operators whose CPU kernel takes no integers, but the vendor's does. In fp64 integers are exact.
+// Operators whose CPU kernel takes no integers, but the vendor's does. They run in fp64, in which
+// integers below 2^53 are exact.
 const std::unordered_set<std::string>& without_integers() {
   static const std::unordered_set<std::string> names = {"histc"};
   return names;
 }
 
-// Host memory under a device tensor's address, and the tensor it belongs to.
+// An NPU tensor, the CPU tensor over its memory, and the address of that memory.
 struct Alias {
   at::Tensor npu;
   at::Tensor cpu;
@@ -136,7 +139,8 @@ class Call {
   }
 
  private:
-  // The same call for a graph: a replay writes its results to the memory of the capture's results.
+  // Records the call for a graph. A replay writes its results to the memory of the capture's
+  // results.
   void record(const torch::jit::Stack& given) {
     const size_t results = schema_.returns().size();
     std::vector<at::Tensor> written;  // one for each result; undefined: an argument, or no tensor
@@ -148,7 +152,7 @@ class Call {
                   ": a list of results is not captured by the emulated NPU");
     }
     record_only([op = op_, given, written] {
-      // A thread of its own may replay it, on tensors that were made in this mode.
+      // The thread of a replay may run this, on tensors that were made in inference mode.
       const c10::InferenceMode mode;
       torch::jit::Stack stack(given);
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
@@ -159,7 +163,7 @@ class Call {
     });
   }
 
-  // A result may also be a view of an argument.
+  // Returns whether a result is an argument, a view of one, or no NPU tensor.
   bool is_argument(const at::Tensor& result) const {
     if (!result.defined() || result.device().type() != kNpu) return true;
     for (const Alias& it : aliases_)
@@ -168,7 +172,7 @@ class Call {
   }
 
   // Random numbers come from the NPU's generator: its seed and offset seed a CPU generator for one
-  // operator, and the offset moves on. So torch.npu.manual_seed, fork_rng and recomputation hold.
+  // operator, and the offset moves on. So torch.npu.manual_seed, fork_rng and recomputation work.
   class Seeded {
    public:
     Seeded(Call& call, size_t first) {
@@ -310,7 +314,7 @@ class Call {
     return value;
   }
 
-  // An `out=` tensor that the kernel resized lives elsewhere now: give it to the NPU tensor.
+  // If the kernel has resized an `out=` tensor, copies the tensor's new memory to the NPU tensor.
   void write_back() {
     for (const Alias& it : aliases_) {
       if (it.cpu.sizes() == it.npu.sizes() && it.cpu.strides() == it.npu.strides() &&

@@ -1,9 +1,9 @@
 // Graphs: torch.npu.NPUGraph records the work of a stream once, and replays it without the host.
 //
-// On a device nothing runs in a capture. Here work runs as it is recorded, because torch's CPU
-// kernels say what shapes results have; at the end memory is as it was before. What a device
-// refuses in a capture is refused: waiting for it, and copies by the host. By their names alone,
-// because headers of torch_npu 2.7 lack the types.
+// On a device nothing runs in a capture. Here work also runs while it is recorded, because only
+// torch's CPU kernels know the shapes of results; the end of the capture restores all memory. As on
+// a device, the host can neither wait nor copy in a capture. The vendor's functions are defined
+// here without the vendor's types, because headers of torch_npu 2.7 lack these.
 #include "graph.h"
 
 #include <chrono>
@@ -41,7 +41,7 @@ struct Graph {
   }
 };
 
-// Work whose arguments are set again before a replay.
+// A task group: tasks [begin, end) of a graph, which an update replaces before a replay.
 struct Group {
   Graph* graph;
   size_t begin, end;
@@ -51,11 +51,11 @@ struct Capture {
   void* stream;
   std::unique_ptr<Graph> graph;
   Snapshot before;
-  std::vector<uint64_t*> awaited;  // what replays wait for, 0 until it is written
+  std::vector<uint64_t*> awaited;  // values that replays wait for
 };
 
-// New work for a group, recorded and not run. Other streams and threads work on meanwhile: a server
-// updates the graph that it replays.
+// New work for a group, recorded and not run. Other streams and threads still run their work: a
+// server updates a graph while it is replayed.
 struct Update {
   const void* stream;
   std::thread::id thread;
@@ -64,7 +64,7 @@ struct Update {
 };
 
 constexpr std::chrono::seconds kPatience{120};
-constexpr uint32_t kEqual = 1;  // how torch_npu waits
+constexpr uint32_t kEqual = 1;  // the only condition that torch_npu uses
 
 std::mutex mutex, mutex_of_values;
 std::condition_variable written;
@@ -73,10 +73,10 @@ std::optional<Update> update;
 size_t group_begin = 0;
 thread_local int waiting = 0;
 
-// The graph that is being captured; null where none is.
+// Returns the graph that is being captured, or null.
 Graph* captured() { return capture ? capture->graph.get() : nullptr; }
 
-// Waits for what another thread writes, as NPUGraph.update does in a replay.
+// Waits until another thread has written `expected`, as NPUGraph.update does during a replay.
 int wait_for(const uint64_t* value, uint64_t expected) {
   std::unique_lock lock(mutex_of_values);
   if (written.wait_for(lock, kPatience, [=] { return *value == expected; })) return 0;
@@ -106,7 +106,7 @@ struct Outcome {
 };
 using Replay = std::shared_future<Outcome>;
 
-// By stream. Never destroyed: a replay may outlive static destructors.
+// Replays by stream. Never destroyed: a replay may outlive static destructors.
 std::map<const void*, Replay>& replays() {
   static auto& all = *new std::map<const void*, Replay>;
   return all;
@@ -117,7 +117,8 @@ int outcome_of(const Replay& replay) {
   return found.code ? fail(found.code, found.reason) : 0;
 }
 
-// Replays a graph on a thread of its own: the host may record the events that it waits for later.
+// Replays a graph on a thread of its own, because the host may record the events that the graph
+// waits for after this call.
 void replay_beside(Graph* graph, const void* stream) {
   std::promise<Outcome> promise;
   {
@@ -219,10 +220,12 @@ using namespace npu_ops::emulator;
 
 extern "C" {
 
-// Called from Python around what only waits for this thread's queue.
+// Python calls this function before and after a wait for this thread's task queue. Such waits are
+// allowed in a capture.
 void npu_ops_emulator_wait(int begin) { waiting += begin ? 1 : -1; }
 int npu_ops_emulator_capturing() { return capturing(); }
-// A launch of a Triton kernel, which Python has run and repeats. It must outlive the graph.
+// Records the launch of a Triton kernel, which Python has run already. `work` repeats it and must
+// outlive the graph.
 void npu_ops_emulator_record(int (*work)()) { record_only(work); }
 
 int aclmdlRICaptureBegin(void* stream, int) {

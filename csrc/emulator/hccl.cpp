@@ -1,10 +1,14 @@
-// HCCL between processes of one machine. Data goes through files that all ranks hold open, order
-// and lengths through a block of shared memory.
+// HCCL between processes of one machine. Data goes through files that all ranks hold open. Order
+// and lengths go through a block of shared memory.
 //
-// A rank runs a collective in four steps: it waits until all ranks have read its last contribution,
-// writes and publishes the new one, waits for those of the others, and reads them. Sums are made in
-// rank order in fp32 (integers in 64 bits) and rounded once, so every rank has the same result; a
-// device rounds at each step.
+// A rank runs a collective in four steps:
+// - It waits until all ranks have read its last contribution.
+// - It writes and publishes its new contribution.
+// - It waits for the contributions of the other ranks.
+// - It reads them.
+//
+// Reductions run in rank order in fp32 (fp64 and integers in 64 bits) and round once, so every rank
+// has the same result. A device rounds at each step.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <fcntl.h>
@@ -53,13 +57,14 @@ struct Call {
 
 struct Slot {
   std::atomic<int32_t> pid;      // 0 until the rank has joined
-  std::atomic<int32_t> left;     // it destroyed its communicator
-  std::atomic<uint64_t> posted;  // number of the collective it has published
-  std::atomic<uint64_t> done;    // number of the collective it has finished reading
+  std::atomic<int32_t> left;     // 1 after the rank has destroyed its communicator
+  std::atomic<uint64_t> posted;  // number of the last collective that it has published
+  std::atomic<uint64_t> done;    // number of the last collective that it has read
   Call call;
 };
 
-// Messages from one rank to another: the sender never waits for the receiver.
+// Messages from one rank to another. The sender waits only if kMessages messages are not received
+// yet.
 struct Pair {
   static constexpr uint64_t kMessages = 256;
   std::atomic<uint64_t> sent, received;
@@ -118,7 +123,7 @@ void accumulate(Sum* sum, const void* in, uint64_t count, HcclReduceOp op, bool 
 
 class Communicator {
  public:
-  // Joins the group that `root` names; returns when all ranks have joined.
+  // Joins the group whose files begin with `path`. Returns when all ranks have joined.
   Communicator(const char* path, uint32_t ranks, uint32_t rank)
       : path_(path), ranks_(ranks), rank_(rank) {
     const size_t bytes = ranks * sizeof(Slot) + size_t{ranks} * ranks * sizeof(Pair);
@@ -138,7 +143,7 @@ class Communicator {
     wait("joining the group", [&](uint32_t r) { return slots_[r].pid != 0; });
     begin({"init"}, nullptr, 0);
     finish();
-    // All ranks have all files open, so the names can go: a crash then leaves no files behind.
+    // All ranks have all files open, so the files can be unlinked: a crash then leaves none behind.
     for (uint32_t r = 0; r < ranks; ++r) {
       unlink((path_ + ".data." + std::to_string(r)).c_str());
       unlink((path_ + ".mail." + std::to_string(r)).c_str());
@@ -298,7 +303,7 @@ class Communicator {
       if (r != rank_) wait_for(r, what, [&] { return ready(r); });
   }
 
-  // Waits for a peer; a dead peer, one that left, and one that never comes are errors.
+  // Waits until ready(). Throws if the peer has died, has left the group, or does not come in time.
   template <class Ready>
   void wait_for(uint32_t peer, const char* what, const Ready& ready) {
     const auto limit = Clock::now() + std::chrono::seconds(seconds("HCCL_EXEC_TIMEOUT", 1800));
@@ -338,7 +343,8 @@ class Communicator {
 
 Communicator& group(HcclComm comm) { return *static_cast<Communicator*>(comm); }
 
-// Where the files go: memory if it has room, else the ordinary temporary folder.
+// Returns the folder for the files: NPU_OPS_EMULATOR_SHM, else /dev/shm if it has more than 1 GiB
+// free, else TMPDIR or /tmp.
 std::string folder() {
   if (const char* asked = std::getenv("NPU_OPS_EMULATOR_SHM")) return asked;
   struct statvfs info;
@@ -375,7 +381,8 @@ Call describe(const char* op, uint64_t count, HcclDataType dtype, int reduce = -
   return call;
 }
 
-// Runs one collective: publishes, lets `read` take what this rank needs, and reports that.
+// Runs one collective: publishes this rank's data, calls `read` to fetch this rank's result, and
+// marks the collective as read.
 template <class Read>
 HcclResult collective(HcclComm comm, const Call& call, const void* data, size_t bytes,
                       const Read& read) {
@@ -392,8 +399,7 @@ char* advance(const void* buffer, uint64_t bytes) {
   return const_cast<char*>(static_cast<const char*>(buffer)) + bytes;
 }
 
-// The contribution to all_to_all_v and similar collectives: a count and an offset for each rank,
-// then data.
+// Returns the contribution to an all_to_all: a count and an offset for each rank, then data.
 std::vector<char> with_table(const void* data, const uint64_t* counts, const uint64_t* offsets,
                              uint32_t ranks, size_t size) {
   uint64_t end = 0;

@@ -1,4 +1,4 @@
-// Kernels that are not Triton's: binaries of AscendC kernels.
+// Loads and launches AscendC kernels.
 //
 // A device binary cannot run here. Its twin can: the kernel's source, compiled for this machine
 // with the instructions of csrc/twin. Instead of a binary this loads the twin's library. If the
@@ -47,8 +47,9 @@ int refuse_binary() {
   return refuse("a device binary cannot run here; the twin of an AscendC kernel can");
 }
 
-// Makes a sentence of "error<tab>check<tab>block<tab>what<tab>access<tab>earlier access". Warnings
-// are only traced: bisheng inserts the missing waits.
+// Returns sentences for the errors among findings, one per line:
+// "severity<tab>check<tab>block<tab>what<tab>access<tab>earlier access". Warnings are only traced,
+// because bisheng inserts the missing waits.
 std::string errors_in(const std::string& findings, const std::string& kernel) {
   std::istringstream lines(findings);
   std::string line, errors;
@@ -87,8 +88,8 @@ using namespace npu_ops::emulator;
 
 extern "C" {
 
-// Called by npu_ops before a launch, because memory that torch_npu has allocated holds many
-// tensors: the next launch may touch these alone.
+// npu_ops calls it before a launch, which may then touch only these tensors. The bounds of
+// torch_npu's allocations would be too wide, because one allocation holds many tensors.
 void npu_ops_emulator_tensors(const char* const* names, const uint64_t* addresses,
                               const uint64_t* bytes, int64_t count) {
   announced = {{names, names + count}, {addresses, addresses + count}, {bytes, bytes + count}};

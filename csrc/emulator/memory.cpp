@@ -1,4 +1,4 @@
-// Device memory: host memory with an owner, an extent and a limit.
+// Device memory: host memory that belongs to a device, with a limit per device.
 #include <acl/acl.h>
 #include <sys/mman.h>
 
@@ -26,7 +26,7 @@ struct Pool {
   std::map<uintptr_t, Allocation> allocations;
   size_t used[64] = {};
 
-  // Charges `size` to a device; false if it does not fit.
+  // Charges `size` to a device. Returns false if it does not fit.
   bool charge(int device, size_t size) {
     if (size > settings().memory - used[device]) return false;
     used[device] += size;
@@ -40,7 +40,7 @@ Pool& pool() {
   return instance;
 }
 
-// New memory is undefined, as on a device: zeros, or old contents.
+// Allocates memory. Its contents are undefined, as on a device.
 aclError allocate(void** out, size_t bytes) {
   const int device = current_device();
   const size_t size = (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
@@ -79,7 +79,7 @@ struct Physical {
   int device;
 };
 
-// The device allocation that holds `address`.
+// Returns the device allocation that holds `address`; its device is -1 if there is none.
 Allocation find_allocation(const void* address) {
   const auto wanted = reinterpret_cast<uintptr_t>(address);
   std::lock_guard lock(pool().mutex);

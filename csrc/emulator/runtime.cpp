@@ -1,4 +1,4 @@
-// Settings, versions, errors: the parts of libascendcl that are not memory or streams.
+// Settings, versions, errors and devices: the parts of libascendcl that are not memory or streams.
 #include "runtime.h"
 
 #include <acl/acl.h>
@@ -23,8 +23,9 @@ const char* environment(const char* name, const char* otherwise) {
   return value && *value ? value : otherwise;
 }
 
-// Those of `devices` that ASCEND_RT_VISIBLE_DEVICES names, which Ray sets for each of its workers:
-// an empty list for one that asked for none. It ends before a number that is no device.
+// Returns the devices that ASCEND_RT_VISIBLE_DEVICES lists, up to the first invalid number; without
+// the variable, all `devices`. Ray sets it for each worker, to an empty list for a worker that
+// asked for no device.
 std::vector<int> visible(int devices) {
   std::vector<int> found;
   const char* named = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
@@ -59,7 +60,7 @@ Settings read_settings() {
 bool on_task_queue() {
   char name[32] = "";
   pthread_getname_np(pthread_self(), name, sizeof(name));
-  return std::strcmp(name, "acl_thread") == 0;  // torch_npu names its consumers so
+  return std::strcmp(name, "acl_thread") == 0;  // torch_npu's name for its consumer threads
 }
 
 int64_t attribute(int attr) {

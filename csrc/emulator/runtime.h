@@ -1,4 +1,4 @@
-// What the parts of the emulated NPU share: its settings, its memory, and how it reports errors.
+// Shared by all files of the emulated NPU: settings, the current device, errors and traces.
 //
 // The emulated NPU is one library that exports the C interface of the vendor's runtime (CANN), so
 // that the real torch_npu runs on it. Device memory is host memory; a stream runs its work at once,
@@ -13,12 +13,13 @@
 
 namespace npu_ops::emulator {
 
-// From NPU_OPS_EMULATOR_*, which python/npu_ops_emulator/settings.py writes.
+// Read from the environment variables NPU_OPS_EMULATOR_*, which python/npu_ops_emulator/settings.py
+// sets.
 struct Settings {
-  std::vector<int> visible;  // the machine's numbers of this process's devices
-  int devices;               // how many those are
+  std::vector<int> visible;  // ids, on the machine, of this process's devices
+  int devices;               // the size of `visible`
   std::string soc;
-  size_t memory;  // bytes a device
+  size_t memory;  // bytes per device
   bool trace;     // print every call of an operator or a collective
   std::string cann;
   int cube_cores;
@@ -26,18 +27,19 @@ struct Settings {
 };
 const Settings& settings();
 
-// The device of the calling thread; 0 where none was set.
+// Returns the device of the calling thread, or 0 if none was set.
 int current_device();
 
 // Records `sentence` as the reason of `code` for aclGetRecentErrMsg, and returns `code`.
 //
-// A thread of torch_npu's task queue runs after the call has returned and cannot raise there; later
-// operators would run on stale memory. So it prints the sentence and ends the process.
+// On a thread of torch_npu's task queue, prints the sentence and ends the process. Such a thread
+// runs after the Python call has returned, so it cannot raise, and later operators would run on
+// stale memory.
 int fail(int code, const std::string& sentence);
 
 void trace(const std::string& line);
 
-// Gives every aten operator of the NPU a CPU fallback; aten.cpp. Called by aclInit.
+// Gives the NPU's aten operators torch's CPU kernels (aten.cpp). aclInit calls it.
 void install_aten_fallback();
 
 }  // namespace npu_ops::emulator

@@ -1,5 +1,5 @@
-// Streams and events. A stream has no queue: the thread that submits work runs it. A replay that
-// waits for external events is the exception (graph.h).
+// Streams and events. A stream has no queue: the thread that submits work runs it. Only the replay
+// of a graph that waits for external events runs on a thread of its own (graph.h).
 #include <acl/acl.h>
 
 #include <atomic>
@@ -22,7 +22,7 @@ struct Event {
   std::atomic<uint64_t> microseconds{0};
   std::function<int()> before = [] {
     return 0;
-  };  // waits for the replay that it was recorded after
+  };  // waits for the replay that ran when it was recorded
 };
 
 std::atomic<int> next_stream{1};

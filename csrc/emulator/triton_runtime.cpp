@@ -1,6 +1,6 @@
-// The runtime of compiled Triton kernels on an emulated NPU: copies between views, accounting of
-// global memory, the bounds guard, and the threads that run programs. Plain C interface, no
-// torch: python/npu_ops_emulator/triton_launch.py is the only caller.
+// The runtime of compiled Triton kernels on an emulated NPU: copies between views, counts of bytes
+// loaded from and stored to global memory, the bounds guard, and the threads that run programs.
+// Plain C interface, no torch: python/npu_ops_emulator/triton_launch.py is the only caller.
 #include <setjmp.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace {
 
-// A pointer argument of a launch: its address, and the begin and end of its memory (an end before
-// the begin: unknown). `loaded` and `stored` are results, in bytes.
+// A pointer argument of a launch: its address, and the begin and end of its memory (unknown if the
+// end is before the begin). `loaded` and `stored` are results, in bytes.
 struct Argument {
   uintptr_t base, low, high;
   int64_t loaded, stored;
@@ -23,8 +23,8 @@ struct Argument {
 
 enum Kind : int64_t { kRead = 0, kWrite = 1 };
 
-// The first access, in program order, that left its argument's memory; bytes from the argument's
-// pointer, the end exclusive.
+// The first access, in program order, outside of its argument's memory. `first` and `end`
+// (exclusive) are in bytes from the argument's pointer.
 struct Fault {
   int64_t argument, kind, first, end, program;
 };
@@ -83,7 +83,7 @@ void record(Worker& worker, int64_t index) {
   launch.end = index;
 }
 
-// Runs programs until none is left, or until `budget` has passed.
+// Runs programs until none is left, or until `budget` has passed (0: no limit).
 void work(Worker& worker, std::chrono::microseconds budget) {
   using clock = std::chrono::steady_clock;
   const auto start = clock::now();
@@ -141,7 +141,7 @@ extern "C" {
 
 // Called by a kernel before each access to memory that may be global: a view of `rank` dimensions
 // with `sizes_strides` (in elements of `element` bytes) at `offset` elements from `base`. Views of
-// on-chip buffers are told apart by their base.
+// on-chip buffers are ignored: their base is no argument's address.
 void npu_ops_access(int64_t kind, int64_t element, uintptr_t base, int64_t offset, int64_t rank,
                     const int64_t* sizes_strides) {
   Worker& worker = *current;
@@ -184,7 +184,8 @@ int npu_ops_launch(Program program, const int64_t* slots, const int32_t* grid, A
                 arguments, argument_count, guard != 0, fault};
   launch.end = total;
   Worker caller(launch);
-  // One thread finishes a small launch before a second one has started.
+  // The caller first works alone: it finishes a small launch before a second thread would have
+  // started.
   constexpr std::chrono::microseconds kAlone{100};
   if (threads > 1) work(caller, kAlone);
   const int64_t left = launch.end - launch.next;
@@ -202,8 +203,8 @@ int npu_ops_launch(Program program, const int64_t* slots, const int32_t* grid, A
   return launch.end < total;
 }
 
-// What LLVM calls to round to bfloat16, which GCC's library has from 13 on. The result comes back
-// in the low half of the register that a float does.
+// LLVM calls it to round to bfloat16; libgcc has it only since GCC 13. The result is in the low
+// half of the register in which a float is returned.
 float __truncsfbf2(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);

@@ -36,8 +36,8 @@ class Rows {
   int64_t stride_;
 };
 
-// Where sequence n begins and ends among the tokens: given by `cu_seqlens`, or each sequence has
-// `length` tokens.
+// The first token and the end of each sequence: from `cu_seqlens`, or `length` tokens per sequence
+// without it.
 class Spans {
  public:
   Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens) {

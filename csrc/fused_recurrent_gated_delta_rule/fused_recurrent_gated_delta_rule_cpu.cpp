@@ -14,14 +14,13 @@ namespace {
 // other.
 constexpr int64_t kBlock = 64;
 
-// One token of one head and block of values, in fp32; 0 beyond the last value.
+// One token of one head and block of values, in fp32. v is 0 beyond the last value.
 struct Token {
   const float *q, *k, *key_decay;       // [keys]; q is scaled
   const float *v, *beta, *value_decay;  // [kBlock]
 };
 
-// One step of the delta rule: decays the state, moves its value for k towards v, and writes its
-// value for q to `out`.
+// One step of the delta rule: decays the state S, moves S^T k towards v, and writes S^T q to `out`.
 NPU_OPS_CLONES void advance(float* state, int64_t keys, Token token, float* out) {
   float change[kBlock] = {};
   for (int64_t i = 0; i < keys; ++i) {
@@ -184,7 +183,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
              std::optional<Tensor> cu_seqlens, double scale, bool v_first, Tensor o,
              std::optional<Tensor> final_state) {
   const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
-  // Tokens after the last sequence are unowned.
+  // Tokens after the last sequence belong to no sequence: their outputs are 0.
   const int64_t row = in.value_heads * in.layout.values, end = in.spans.end(in.spans.count() - 1);
   dispatch(o.scalar_type(), "o", [&]<class T>(T*) {
     std::fill(output<T>(o) + end * row, output<T>(o) + o.numel(), T{});
@@ -206,8 +205,8 @@ struct TokenGradient {
   float *v, *beta, *log_value_decay;  // [kBlock], written
 };
 
-// Adds a token's gradients to `to`. `state` is the state before the token. `grad_state` holds the
-// gradient of the state after the token, and becomes that of the state before it.
+// Computes a token's gradients. `state` is the state before the token. On entry, `grad_state` is
+// the gradient of the state after the token; on return, of the state before it.
 NPU_OPS_CLONES void retreat(const float* state, float* grad_state, int64_t keys, Token token,
                             const float* grad_o, float scale, TokenGradient to) {
   float recalled[kBlock] = {}, dchange[kBlock] = {}, change[kBlock];
@@ -326,8 +325,8 @@ void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const R
 
 void clear(const Tensor& tensor) { std::fill_n(output<float>(tensor), tensor.numel(), 0.0f); }
 
-// One thread computes a head of a sequence with all its value heads and blocks, because they share
-// gradients.
+// One thread computes a key head of a sequence with all its value heads and blocks, because these
+// add to the same gradients of q and k.
 void backward(Tensor grad_o, std::optional<Tensor> grad_final_state, Tensor q, Tensor k, Tensor v,
               std::optional<Tensor> g, std::optional<Tensor> gk, std::optional<Tensor> gv,
               Tensor beta, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,

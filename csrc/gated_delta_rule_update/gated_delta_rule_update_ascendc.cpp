@@ -1,11 +1,11 @@
 // gated_delta_rule_update for Ascend910B and Ascend910_93. Reference:
 // npu_ops/ops/gated_delta_rule_update/reference.py
 //
-// A piece of work is a block of values of one head of one sequence; blocks are independent of each
-// other. The state of a piece is loaded once, stays on chip in fp32 for all tokens, and is stored
-// where the caller wants it. The next tile, of this piece or the next one, is loaded before this
-// one is computed. bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues
-// order the copies.
+// A piece of work is a block of value columns of one head of one sequence; blocks are independent
+// of each other. The state of a piece is loaded once, stays on chip in fp32 for all tokens, and is
+// stored where the caller wants it. While a tile is computed, the next tile (of this piece or the
+// next one) is already being loaded. bisheng inserts the barriers inside the vector pipe
+// (--cce-auto-sync); queues order the copies.
 #include "common/activation_ascendc.h"
 #include "common/ascendc.h"
 #include "gated_delta_rule_update/gated_delta_rule_update_tiling.h"
@@ -29,7 +29,7 @@ struct Arguments {
 // A few tokens of a piece: `count` from `token` on, out of the sequence's tokens [begin, end).
 struct Tile {
   int64_t piece, n, begin, end, token;
-  int32_t head, value, width, count;  // width: of the values from `value` on
+  int32_t head, value, width, count;  // width: number of values from `value` on
   int64_t slot, row, accepted;        // row: of the intermediate states, -1 for none
   bool live;                          // the sequence has a state, and its indices are valid
   float nothing;                      // the output if not live: 0 if skipped, else NaN
@@ -103,7 +103,7 @@ class Update {
     return made;
   }
 
-  // ---- which tiles there are ----
+  // ---- the order of tiles ----
 
   __aicore__ inline bool Exists(const Tile& tile) const { return tile.piece < tiling_.pieces(); }
 
@@ -148,8 +148,8 @@ class Update {
     return tile;
   }
 
-  // Finds where a sequence begins and ends. One more sequence, after the last, has the unowned
-  // tokens: those after the last sequence, or all tokens if starts are invalid.
+  // Finds where a sequence begins and ends. One more sequence, after the last, has the tokens of no
+  // sequence: those after the last sequence, or all tokens if starts are invalid.
   __aicore__ inline void FindTokens(Tile& tile) const {
     if (!given_.starts) {
       tile.begin = tile.n * tiling_.length;
@@ -163,7 +163,7 @@ class Update {
                         : 0;
   }
 
-  // Finds where a sequence's state is read and its states are written; returns whether that is
+  // Finds the indices of the states that a sequence reads and writes, and returns whether they are
   // valid.
   __aicore__ inline bool FindState(Tile& tile) const {
     const int64_t steps = tiling_.steps, count = tile.end - tile.begin;
@@ -195,7 +195,7 @@ class Update {
 
   // ---- loads ----
 
-  // Computes the byte offsets of q, k, v and the gates' numbers in one buffer.
+  // Computes the byte offsets of q, k, v, a, b, A_log and dt_bias in one buffer.
   __aicore__ inline void PlaceTokens() {
     const int32_t tokens = tiling_.tile_tokens;
     k_at_ = tokens * key_stride_ * bytes_of(type(tiling_.q_type));
@@ -325,7 +325,8 @@ class Update {
     Div(beta_, ones_, x_, kLanes);
   }
 
-  // Widens `count` single numbers, and copies to each lane of `to` the one that `lanes` selects.
+  // Widens `count` single numbers. Sets each lane of `to` to the number at the lane's offset in
+  // `lanes`.
   __aicore__ inline void Numbers(Floats to, Bytes from, int32_t of, int32_t count,
                                  LocalTensor<uint32_t> lanes) {
     Widen(wide_, from, of, {count, 1, 0}, kOwnBlock);
@@ -367,7 +368,7 @@ class Update {
     state_queue_.FreeTensor(from);
   }
 
-  // Computes the state after token i, and the output: that state's value for q.
+  // Computes the state S, [keys, values], after token i, and the output S^T q.
   __aicore__ inline void Advance(const Tile& tile, int32_t i) {
     const Floats q = q_[i * key_stride_], k = k_[i * key_stride_], o = o_[i * value_stride_];
     const int32_t rows = StateShape(tile).rows;
@@ -391,7 +392,7 @@ class Update {
     }
   }
 
-  // Repeats each number in a block of eight.
+  // Writes each number eight times, as a block of 32 bytes.
   __aicore__ inline void Spread(Floats to, Floats from, int32_t count) {
     Brcb(to, from, static_cast<uint8_t>((count + 7) / 8), {1, 8});
   }
@@ -453,8 +454,8 @@ class Update {
 
   // ---- stores ----
 
-  // Stores the state after token i, if each token's state is kept. If the token's slot is invalid,
-  // its output becomes NaN.
+  // Stores the state after token i if the caller keeps the state of every token. If the token's
+  // slot is invalid, the token's output becomes NaN.
   __aicore__ inline void Keep(const Tile& tile, int32_t i) {
     const int64_t step = tile.token - tile.begin + i;
     if (tile.row >= 0) StoreState(InKept(tile, step), tile);

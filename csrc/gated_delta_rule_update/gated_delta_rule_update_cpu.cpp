@@ -11,12 +11,12 @@
 namespace npu_ops {
 namespace {
 
-// A sequence that is not skipped: its tokens, the place of its state, and the places to write
-// states.
+// A sequence that is not skipped: its tokens [begin, end), and the indices of the states that it
+// reads and writes.
 struct Sequence {
   int64_t n, begin, end;
   bool starts_kept;   // its first state is an intermediate state
-  int64_t slot, row;  // in the pool, and of the intermediate states (-1: none)
+  int64_t slot, row;  // of the pool, and of the intermediate states (-1: none)
   int64_t step;       // if starts_kept: which of the row's states
 };
 
@@ -50,7 +50,7 @@ struct Call {
   }
 
   Rows q, k, v, a, b;
-  std::optional<Rows> A_log, dt_bias;  // none: a is g, and b is beta
+  std::optional<Rows> A_log, dt_bias;  // absent if a holds g, and b holds beta
   const Tensor &state, &o;
   const std::optional<Tensor>& kept;
   Indices slots;
@@ -59,7 +59,8 @@ struct Call {
   bool normalize, v_first, update;
 };
 
-// Checks the slots of sequence n and adds the used ones to `all`; a sequence may use a slot twice.
+// Checks the slots of sequence n and adds them to `all`, without -1 and without repeats: a sequence
+// may use a slot twice.
 void add_slots(const Indices& slots, int64_t n, int64_t last, std::vector<int64_t>& all) {
   const auto begin = static_cast<std::ptrdiff_t>(all.size());
   for (int64_t i = 0; i < slots.columns(); ++i) {
@@ -103,8 +104,8 @@ struct Token {
   float decay, beta;
 };
 
-// One step of the delta rule: decays the state [keys, values], moves its value for k towards v, and
-// writes its value for q to `out`. change: scratch for a row.
+// One step of the delta rule: decays the state S [keys, values], moves S^T k towards v, and writes
+// S^T q to `out`. change: scratch for a row.
 NPU_OPS_CLONES void advance_columns(float* state, int64_t keys, int64_t values, Token token,
                                     float* change, float* out) {
   std::fill_n(change, values, 0.0f);
@@ -125,7 +126,7 @@ NPU_OPS_CLONES void advance_columns(float* state, int64_t keys, int64_t values, 
   }
 }
 
-// The same for a state [values, keys].
+// Like advance_columns, for a state [values, keys].
 NPU_OPS_CLONES void advance_rows(float* state, int64_t keys, int64_t values, Token token,
                                  float* out) {
   for (int64_t i = 0; i < values; ++i) {

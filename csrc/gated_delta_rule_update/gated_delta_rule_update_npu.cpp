@@ -13,7 +13,8 @@ int32_t is_wide(const Tensor* indices) {
   return indices && indices->scalar_type() == ScalarType::Long;
 }
 
-// Softplus is log(1 + exp(x)), and A_log and dt_bias are given: op.py rejects other calls.
+// The unnamed arguments are softplus_beta and softplus_threshold. op.py accepts only calls with
+// A_log and dt_bias whose softplus is log(1 + exp(x)).
 void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Optional A_log, Optional dt_bias,
             Tensor state, Tensor state_indices, Optional cu_seqlens, Optional num_accepted_tokens,
             Optional intermediate_states, Optional intermediate_state_indices, double scale,

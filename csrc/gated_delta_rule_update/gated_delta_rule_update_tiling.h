@@ -8,15 +8,15 @@ namespace npu_ops {
 // The most tokens on chip at once: a repeat of a vector instruction has eight blocks, one per
 // token.
 constexpr int32_t kTileTokens = 8;
-// Rows of partial sums, for sums over rows.
+// Rows of partial sums, when rows of the state are summed (SumOverKeys).
 constexpr int32_t kSumRows = 32;
 // The most keys of a head (npu_ops/ops/gated_delta_rule_update/op.py).
 constexpr int32_t kMostKeys = 256;
 
 struct GatedDeltaRuleUpdateTiling {
   // length: tokens per sequence, unless they are packed. rows, steps: the first two sizes of the
-  // intermediate states. Without them, steps is the number of slots per sequence, or 0 for a single
-  // one.
+  // intermediate states. Without them, steps is the number of slots per sequence, or 0 if each
+  // sequence has a single slot.
   int64_t sequences, length, tokens, slots, rows, steps;
   int64_t q_token, k_token, v_token, a_token, b_token;  // elements from one token to the next
   int64_t state_slot, kept_row, kept_step, index_sequence, index_token;
@@ -30,7 +30,7 @@ struct GatedDeltaRuleUpdateTiling {
   int32_t tile_tokens;  // tokens on chip at once
 
   NPU_OPS_SHARED int32_t blocks() const { return (values + block - 1) / block; }
-  // Sequences to process: for packed tokens, one more, which has the unowned tokens.
+  // The number of sequences to process. Packed tokens have one more, for the tokens of no sequence.
   NPU_OPS_SHARED int64_t walked() const { return sequences + packed; }
   NPU_OPS_SHARED int64_t pieces() const { return walked() * value_heads * blocks(); }
   // The stride of rows on chip, in elements.
@@ -55,7 +55,7 @@ inline int64_t on_chip(const GatedDeltaRuleUpdateTiling& t) {
                                    values * element_bytes(t.v_type) + 2 * 64) +
                          2 * 64;
   const int64_t stored = tokens * values * element_bytes(t.v_type);
-  // q, k, v and o; spread: eight floats for each element of a vector.
+  // wide: q, k, v, o, change_ and recalled_. spread: eight floats for each element of a vector.
   const int64_t wide = tokens * (2 * keys + 2 * values) + 2 * values;
   const int64_t spread = 8 * (t.v_first ? values : 2 * keys);
   const int64_t gates = 10 * 64 + 16 * kTileTokens;

@@ -1,9 +1,9 @@
 // gdn_gate for Ascend910B and Ascend910_93, forward and backward. Reference:
 // npu_ops/ops/gdn_gate/reference.py
 //
-// A row is a token, a column a head. Each piece writes its sums over tokens to a row of `A_sums`
-// and of `bias_sums`, [pieces, heads]. bisheng inserts the barriers inside the vector pipe
-// (--cce-auto-sync); queues order the copies.
+// A row is a token, a column a head. Each piece of tokens (see rows_tiling.h) writes its sums to a
+// row of `A_sums` and of `bias_sums`, [pieces, heads]. bisheng inserts the barriers inside the
+// vector pipe (--cce-auto-sync); queues order the copies.
 #include "common/activation_ascendc.h"
 #include "common/rows_ascendc.h"
 #include "gdn_gate/gdn_gate_tiling.h"
@@ -41,8 +41,8 @@ class Gate {
     rows_.plus_row(x_, bias_, tile);
   }
 
-  // Computes root and plus, so that exp(A_log) softplus(x) = root^2 plus. The derivative by x is
-  // root^2 sigmoid(x_), where x_ is changed here (part_softplus).
+  // Computes root and plus, so that exp(A_log) softplus(x) = root^2 plus. part_softplus clamps x_
+  // to near = max(x, -17), and the derivative by x is root^2 sigmoid(near).
   __aicore__ inline void Softplus(RowTile tile) {
     const int32_t count = rows_.count(tile);
     part_softplus(x_, root_, t_, count);
@@ -145,8 +145,8 @@ class Backward : private Gate {
     if (b_) GradB(tile);
   }
 
-  // Computes values *= the gradient of g and root^2. The order keeps every product in the range of
-  // floats if the result is.
+  // Computes values *= slope * root^2, where slope is -grad_g. In this order, no intermediate
+  // product overflows or vanishes if the result does not.
   __aicore__ inline void TimesDecay(Floats values, int32_t count) {
     Mul(values, values, root_, count);
     Mul(values, values, slope_, count);

@@ -22,13 +22,13 @@ struct Softplus {
   Softplus(double beta, double threshold)
       : beta(static_cast<float>(beta)), threshold(static_cast<float>(threshold)) {}
   static constexpr float kFar = -17.0f;
-  // Computes root from beta x and A_log.
+  // Returns root. Here x is beta * (a + dt_bias).
   NPU_OPS_INLINE static float root(float x, float A_log) {
     return exp_within(0.5f * (A_log + (x < kFar ? x - kFar : 0.0f)));
   }
   NPU_OPS_INLINE static float near(float x) { return x < kFar ? kFar : x; }
-  // For x = near(...): `value` is softplus(x), and `both` computes it and its derivative from one
-  // exp.
+  // For x = near(...), `value` returns softplus(x); `both` computes softplus(x) and its derivative
+  // from one exp.
   NPU_OPS_INLINE float value(float x) const { return (x > threshold ? x : softplus(x)) / beta; }
   NPU_OPS_INLINE void both(float x, float& value, float& slope) const {
     const float e = exp_within(-std::fabs(x)), low = x < 0.0f ? e : 1.0f;
@@ -38,7 +38,7 @@ struct Softplus {
   float beta, threshold;
 };
 
-// A_log and beta * dt_bias in fp32.
+// A_log and beta * dt_bias of all heads, in fp32.
 struct Heads {
   Heads(const Tensor& A_log, const std::optional<Tensor>& dt_bias, float beta)
       : A_log(A_log.numel()), bias(A_log.numel(), 0.0f) {
@@ -69,7 +69,7 @@ NPU_OPS_CLONES void beta_row(const B* b, O* beta, float scale, int64_t heads) {
   for (int64_t i = 0; i < heads; ++i) store(beta + i, scale * sigmoid(load(b[i])));
 }
 
-// sums [2, heads]: the gradients of A_log and of dt_bias.
+// Adds to sums, [2, heads], the gradients of A_log and of dt_bias.
 template <class A, class O>
 NPU_OPS_CLONES void decay_gradient_row(const float* grad, const A* a, const float* A_log,
                                        const float* bias, O* grad_a, float* sums, Softplus plus,

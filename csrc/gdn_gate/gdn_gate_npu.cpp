@@ -34,7 +34,8 @@ GdnGateTiling tiling_of(const Tensor& a, const Tensor& A_log, const Optional& dt
   return tiling;
 }
 
-// Softplus is log(1 + exp(x)): op.py rejects any other.
+// The unnamed arguments are softplus_beta and softplus_threshold. op.py accepts only calls whose
+// softplus is log(1 + exp(x)).
 void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale, double, double,
              Tensor g, Optional beta, std::string binary, int64_t cores, int64_t ub,
              int64_t stream) {

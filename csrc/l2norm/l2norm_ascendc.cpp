@@ -30,7 +30,7 @@ class L2Norm {
   }
 
   __aicore__ inline void Process() {
-    const bool whole = tiling_.rows.chunks() == 1;  // Sum left the whole row on chip
+    const bool whole = tiling_.rows.chunks() == 1;  // then Result needs no second Load
     rows_.each_tile(
         [&](RowTile rows) {
           rows_.each_chunk(rows, [&](RowTile tile) {
@@ -62,7 +62,8 @@ class L2Norm {
     rows_.add_products(slopes_, product_, tile);
   }
 
-  // rstd = 1 / sqrt(sum(x^2) + eps); along = rstd^2 * sum(grad * x). Rsqrt is inexact.
+  // rstd = 1 / sqrt(sum(x^2) + eps); along = rstd^2 * sum(grad * x). Uses Sqrt and Div, because
+  // Rsqrt is inexact.
   __aicore__ inline void Finish(RowTile tile) {
     rows_.finish_sums(rstd_, squares_, tile);
     Adds(rstd_, rstd_, tiling_.eps, tile.rows);

@@ -11,9 +11,11 @@ struct L2NormTiling {
   float eps;
 };
 
-// What the unified buffer holds besides two tiles of each tensor: a number of fp32 tiles (Floats);
-// bytes per row (two partial sums of 64 floats, eight floats to broadcast a factor, four floats);
-// and fixed bytes.
+// Contents of the unified buffer, besides two tiles of each tensor:
+// - Floats: the number of fp32 tiles.
+// - RowBytes: bytes per row of a tile, for two partial sums of 64 floats, eight floats to broadcast
+//   a factor, and four floats.
+// - FixedBytes: bytes that do not depend on the tile.
 constexpr int64_t kL2NormFloats = 2, kL2NormBackwardFloats = 3;
 constexpr int64_t kL2NormRowBytes = 4 * (2 * 64 + 8 + 4), kL2NormFixedBytes = 4 * 64;
 

@@ -1,4 +1,4 @@
-// The frequencies that belong to each axis, for mrope and qk_norm_rope.
+// The frequencies of each axis (temporal, height, width), for mrope and qk_norm_rope.
 #pragma once
 
 #include <vector>

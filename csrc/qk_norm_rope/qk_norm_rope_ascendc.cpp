@@ -3,8 +3,9 @@
 //
 // Heads of q and k are normalised and rotated in place on chip. Heads of v and the gate are copied
 // without vector instructions, in a queue that binds loads to stores. The gradients of weights are
-// sums over tokens: each core writes a row of `partials`, so that no core waits for another.
-// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
+// sums over tokens. Each core writes its sums to a row of `partials`, so that no core waits for
+// another. bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the
+// copies.
 #include "qk_norm_rope/qk_norm_rope_tiling.h"
 #include "rope/angles_ascendc.h"
 
@@ -45,7 +46,8 @@ class QkNorm {
   }
 
  protected:
-  // Calls normed(kind, token, tile) for heads of q and k, copied(..) for those of v and the gate.
+  // Calls normed(kind, token, tile) for heads of q and k, copied(kind, token, tile) for heads of v
+  // and the gate.
   template <class Normed, class Copied>
   __aicore__ inline void each_part(Normed normed, Copied copied) {
     rows_.each_tile(
@@ -69,7 +71,7 @@ class QkNorm {
     return {0, heads.head, heads.head, tiling_.type};
   }
 
-  // Returns where a token's heads begin in a tensor.
+  // Returns the address of a token's first head in a tensor.
   __aicore__ inline GM_ADDR at(GM_ADDR tensor, const HeadTensor& heads, int64_t token) const {
     const auto bytes = bytes_of(static_cast<ElementType>(tiling_.type));
     return tensor + heads.at(token, tiling_.angles.length) * bytes;
@@ -85,7 +87,7 @@ class QkNorm {
     if (tiling_.zero_centered) Adds(multiplier_[kind], multiplier_[kind], 1.0f, tiling_.rows.width);
   }
 
-  // r = 1 / sqrt(mean(x^2) + eps). Rsqrt is inexact.
+  // r = 1 / sqrt(mean(x^2) + eps). Uses Sqrt and Div, because Rsqrt is inexact.
   __aicore__ inline void ReciprocalRms(RowTile tile) {
     Mul(scratch_, x_, x_, rows_.count(tile));
     rows_.add_products(squares_, scratch_, tile);
@@ -178,7 +180,7 @@ class QkNormRopeBackward : private QkNorm {
     ReciprocalRms(tile);
     Along(tile);
     Mul(grad_, grad_, x_, count);
-    rows_.scale_rows(grad_, r_, spread_, tile);  // grad_y * n
+    rows_.scale_rows(grad_, r_, spread_, tile);  // grad_y * n, with n = x * r
     rows_.add_rows(sums_[kind * tiling_.rows.stride], grad_, tile);
     rows_.scale_rows(x_, along_, spread_, tile);
     Sub(grad_n_, grad_n_, x_, count);
@@ -186,7 +188,7 @@ class QkNormRopeBackward : private QkNorm {
     rows_.store(out_queue_, at(grad_qkv_, to, token), of(to), grad_n_, tile);
   }
 
-  // Computes along = mean(grad_n * n) * r, the factor of x in its gradient.
+  // Computes along = mean(grad_n * n) * r; then grad_x = r * (grad_n - x * along).
   __aicore__ inline void Along(RowTile tile) {
     Mul(scratch_, grad_n_, x_, rows_.count(tile));
     rows_.add_products(products_, scratch_, tile);

@@ -28,7 +28,8 @@ NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t
   for (int64_t i = 0; i < dim; ++i) y[i] = load(x[i]) * r * weight[i];
 }
 
-// Computes the gradient of a head from that of its normalised form; adds to the weight's gradient.
+// Computes the gradient of a head, grad_x, from the gradient of the normalised head, grad_y. Adds
+// to the weight's gradient.
 template <class T>
 NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const float* weight,
                                        T* grad_x, float* grad_weight, int64_t dim, float eps) {
@@ -43,7 +44,8 @@ NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const fl
   }
 }
 
-// Where the heads of q, k, v or the gate lie: in the projection, or in a [B, S, N, D] tensor.
+// Offset and strides of the heads of q, k, v or the gate, in the projection or in a [B, S, N, D]
+// tensor.
 struct Part {
   // `step`: the distance to the next head of this kind, in heads.
   static Part inside(const Tensor& qkv, int64_t first, int64_t heads, int64_t step, int64_t dim) {
@@ -56,7 +58,7 @@ struct Part {
   int64_t heads, first, batch_step, token_step, head_step;
 };
 
-// Where q, k, v and the gate lie in the projection's output.
+// Offsets and strides of q, k, v and the gate in the projection's output.
 struct Parts {
   Parts(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t dim, bool gated)
       : q(Part::inside(qkv, 0, heads, gated ? 2 : 1, dim)),

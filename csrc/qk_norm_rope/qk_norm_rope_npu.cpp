@@ -8,7 +8,7 @@
 namespace npu_ops {
 namespace {
 
-// The arguments of both directions.
+// The arguments that forward and backward share.
 struct Arguments {
   const Tensor &qkv, &q_weight, &k_weight, &cos, &sin;
   const std::optional<Tensor>& positions;
@@ -22,11 +22,11 @@ struct Arguments {
   int64_t dim() const { return q_weight.numel(); }
 };
 
-// Returns the heads of a tensor [B, S, N, D]; an empty HeadTensor without a tensor.
+// Returns count and strides of the heads of a [B, S, N, D] tensor, or zeros if x is null.
 HeadTensor own_heads(const Tensor* x) { return x ? heads_of(*x, "BSND") : HeadTensor{}; }
 
-// Fills in the heads of each kind in the projection, or in its gradient. The head of a gate follows
-// that of its query.
+// Sets count, offset and strides of each kind of head in the projection, or in its gradient. Each
+// gate head follows the query head that it belongs to.
 void fill_inside(HeadTensor* heads, const Tensor& qkv, const Arguments& given) {
   const int64_t step = given.gated ? 2 : 1, queries = step * given.heads;
   const auto part = [&](int64_t first, int64_t apart, int64_t count) {

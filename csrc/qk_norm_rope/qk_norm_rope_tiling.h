@@ -11,8 +11,9 @@ constexpr int32_t kNormed = 2, kKinds = 4;  // q, k, v, gate
 struct QkNormRopeTiling {
   RowsTiling rows;  // a group is a token, a row a head
   AnglesTiling angles;
-  // Where the heads of each kind are: in the projection, in a tensor of their own (in backward, its
-  // gradient), and in the projection's gradient. An unwanted kind has no heads.
+  // Offset and strides of each kind of head: in the projection, in its own tensor (in backward, the
+  // gradient of that tensor), and in the projection's gradient. In forward, a kind that is not
+  // requested has count 0.
   HeadTensor inside[kKinds], own[kKinds], grad[kKinds];
   int32_t type, weight_type[kNormed];  // ElementType
   float eps;

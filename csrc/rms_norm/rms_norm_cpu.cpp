@@ -32,7 +32,7 @@ NPU_OPS_CLONES void add_row(const X* x, const X* residual, X* total, int64_t wid
   for (int64_t i = 0; i < width; ++i) store(total + i, load(x[i]) + load(residual[i]));
 }
 
-// grad_n: scratch for a row.
+// grad_n: scratch of `width` floats.
 template <bool WITH_TOTAL, class X, class Y>
 NPU_OPS_CLONES void backward_row(const X* grad, const X* grad_total, const X* x,
                                  const float* weight, Y* grad_x, float* grad_weight, float* grad_n,

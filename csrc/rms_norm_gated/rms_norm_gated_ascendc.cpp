@@ -1,9 +1,10 @@
 // rms_norm_gated for Ascend910B and Ascend910_93, forward and backward. Reference, with the same
 // names: npu_ops/ops/rms_norm_gated/reference.py
 //
-// A row wider than a tile is read twice: for its sums, then for its result. Each piece writes its
-// sums over rows to a row of `partials`, [pieces, width], so that no core waits for another.
-// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
+// A row wider than a tile is read twice: for its sums, then for its result. Each piece of rows (see
+// rows_tiling.h) writes its sums to a row of `partials`, [pieces, width], so that no core waits for
+// another. bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the
+// copies.
 #include "common/activation_ascendc.h"
 #include "common/rows_ascendc.h"
 #include "rms_norm_gated/rms_norm_gated_tiling.h"
@@ -82,7 +83,7 @@ class Gated {
     if (tiling_.silu) Mul(gate_, gate_, wide_z_, rows_.count(tile));
   }
 
-  // r = 1 / sqrt(mean(u^2) + eps). Rsqrt is inexact.
+  // r = 1 / sqrt(mean(u^2) + eps). Uses Sqrt and Div, because Rsqrt is inexact.
   __aicore__ inline void Finish(RowTile tile) {
     rows_.finish_sums(r_, squares_, tile);
     Muls(r_, r_, 1.0f / static_cast<float>(tiling_.rows.width), tile.rows);
@@ -152,7 +153,7 @@ class GatedBackward : private Gated {
       Mul(u_, wide_x_, gate_, count);
   }
 
-  // Computes scratch = grad_n: grad * weight, times the gate if that comes after the norm.
+  // Computes scratch = grad_n: grad * weight, times the gate if the gate comes after the norm.
   __aicore__ inline void GradN(RowTile tile) {
     const int32_t count = rows_.count(tile);
     if (tiling_.norm_before_gate)
@@ -171,7 +172,7 @@ class GatedBackward : private Gated {
     rows_.add_products(squares_, scratch_, tile);
   }
 
-  // Computes along = mean(grad_n * n) * r, the factor of u in its gradient.
+  // Computes along = mean(grad_n * n) * r with n = u * r; then grad_u = r * (grad_n - u * along).
   __aicore__ inline void FinishAlong(RowTile tile) {
     Finish(tile);
     rows_.finish_sums(along_, products_, tile);

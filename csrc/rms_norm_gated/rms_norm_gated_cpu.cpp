@@ -34,7 +34,7 @@ struct Scratch {
   int64_t width;
 };
 
-// `u`: scratch for the value to normalise, if that is not x.
+// `u`: scratch for the value to normalise. Unused if BEFORE, when x itself is normalised.
 template <bool BEFORE, bool SILU, class X>
 NPU_OPS_CLONES void forward_row(const X* x, const float* weight, const X* z, X* out, float* u,
                                 int64_t width, float eps) {
@@ -83,7 +83,8 @@ void with_formula(bool norm_before_gate, const std::string& activation, const Bo
   return silu ? body.template operator()<false, true>() : body.template operator()<false, false>();
 }
 
-// weight in fp32: one row for all, [D] or [1, D], or a row for each group, [groups, D / groups].
+// weight in fp32: one row for all groups, [D] or [1, D], or a row for each group, [groups, D /
+// groups].
 struct Weight {
   explicit Weight(const Tensor& weight)
       : values(weight.numel()), step(weight.numel() == weight.size(-1) ? 0 : weight.size(-1)) {

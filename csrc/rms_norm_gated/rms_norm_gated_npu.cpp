@@ -11,7 +11,7 @@ struct Arguments {
   const Tensor *grad, *x, *weight, *z, *out, *grad_z;
 };
 
-// Each row of weight, [groups, width], belongs to a group of rows.
+// Returns the tiling. weight is [groups, width]: each of its rows scales one group of rows of x.
 RmsNormGatedTiling tiling_of(const Arguments& given, double eps, bool norm_before_gate,
                              const std::string& activation, const KernelTarget& target) {
   const auto groups = static_cast<int32_t>(given.weight->size(0));

@@ -7,8 +7,7 @@ namespace npu_ops {
 
 struct RmsNormGatedTiling {
   RowsTiling rows;
-  // grad, grad_z: only in backward, where out is the gradient of x. A row of weight belongs to a
-  // group.
+  // grad, grad_z: only in backward, where out is the gradient of x. weight has one row per group.
   RowTensor grad, x, weight, z, out, grad_z;
   float eps;
   int32_t norm_before_gate, silu;
@@ -19,7 +18,7 @@ struct RmsNormGatedTiling {
 constexpr int64_t kRmsNormGatedFloats = 4, kRmsNormGatedBackwardFloats = 8;
 constexpr int64_t kRmsNormGatedRowBytes = 4 * (2 * 64 + 8 + 4);
 constexpr int64_t kRmsNormGatedFixedBytes = 4 * 64 + 2 * 4 * kWidestChunk + 4 * kWidestChunk;
-// With wider rows, their sums leave no room for tiles.
+// With wider rows, the sums of the weight's gradient leave no room for tiles.
 constexpr int64_t kWidestWeight = 16384;
 
 }  // namespace npu_ops

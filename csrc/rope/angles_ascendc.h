@@ -2,10 +2,10 @@
 // npu_ops/ops/rope/reference.py and npu_ops/ops/mrope/reference.py
 //
 // A head is rotated as x * C + swapped(x) * S, with a token's coefficients C and S for all of its
-// elements. Each element has an axis, a table entry and a sign, which are the same for all tokens:
-// they are computed once, as offsets for Gather and as signs. Gather also swaps the two elements of
-// a pair. If each half of a head is a whole number of 32-byte blocks, the halves are instead
-// multiplied crosswise.
+// elements. The axis, table entry and sign of an element are the same for all tokens. So they are
+// computed once, as offsets for Gather and as signs. Gather also swaps the two elements of a pair.
+// If each half of a head is a whole number of 32-byte blocks, the halves are instead multiplied
+// crosswise.
 #pragma once
 
 #include "common/rows_ascendc.h"
@@ -56,7 +56,7 @@ class Angles {
     nobodys_ = rows[0] == kNobody;
   }
 
-  // Whether the prepared token is unowned.
+  // Returns whether the prepared token belongs to no sequence.
   __aicore__ inline bool nobodys() const { return nobodys_; }
 
   // Rotates a tile of the token's heads; `crossed` is another tile, used as scratch.
@@ -69,7 +69,8 @@ class Angles {
  private:
   __aicore__ static inline int32_t up(int32_t count) { return (count + 63) / 64 * 64; }
 
-  // Return the pair of element `e`, whether `e` is its second element, and its other element.
+  // These functions return the pair of element `e`, whether `e` is the second of the pair, and the
+  // other element of the pair.
   __aicore__ inline int32_t pair_of(int32_t e) const {
     return tiling_.interleaved ? e / 2 : e % (tiling_.rotary_dim / 2);
   }
@@ -81,8 +82,8 @@ class Angles {
     return is_second(e) ? e - apart : e + apart;
   }
 
-  // Returns the bytes from the first axis' table row to the entry of element `e`; in a full-width
-  // table, to the entry `at`.
+  // Returns the byte offset of the table entry of element `e`, from the first axis' row. In a
+  // full-width table, it is the offset of entry `at`.
   __aicore__ inline uint32_t entry(int32_t e, int32_t at) const {
     const bool full = tiling_.table_width == tiling_.rotary_dim;
     const int32_t pair = pair_of(e);
@@ -109,7 +110,7 @@ class Angles {
                     stride);
   }
 
-  // Gathers `to` from a table's row for each axis, NaN where there is no row.
+  // Gathers `to` from the table rows of all axes. An axis without a row gives NaN.
   __aicore__ inline void Take(Floats to, GM_ADDR from, const Table& table, Offsets offsets,
                               int64_t batch, const int64_t* rows) {
     const auto type = static_cast<ElementType>(tiling_.table_type);

@@ -4,7 +4,7 @@
 namespace npu_ops {
 namespace {
 
-// Writes zeros to the heads of unowned tokens.
+// Writes zeros to the heads of tokens that belong to no sequence.
 void clear_nobodys(const Rows& rows, const Tensor& tensor, const std::string& layout) {
   const Heads to(tensor, layout);
   dispatch(tensor.scalar_type(), "q", [&]<class T>(T*) {

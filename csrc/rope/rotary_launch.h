@@ -39,8 +39,8 @@ inline Table table_of(const Tensor& table, int64_t behind) {
   return {stride(2 + behind), stride(1 + behind), row};
 }
 
-// `owned`: the pairs whose frequencies belong to each axis; a later axis overrides the ones before.
-// `length`: the tokens of a batch element.
+// Returns the tiling of a rotation's angles. `owned`: for each axis, the pairs that take its
+// frequencies; a later axis overrides earlier ones. `length`: tokens per batch element.
 inline AnglesTiling angles_of(const Tensor& cos, const Tensor& sin,
                               const std::optional<Tensor>& positions,
                               const std::string& pair_layout, bool inverse, int64_t rotary_dim,
@@ -77,7 +77,8 @@ inline void launch_rotary(const char* kernel, const RotaryArguments& given,
   tiling.q_out = heads_of(q_out, layout);
   tiling.k_out = heads_of(k_out, layout);
   tiling.type = element_type(q, "q");
-  // In place, elements that are not rotated stay where they are, except for unowned tokens.
+  // In place, elements beyond rotary_dim need no copy. But tokens of no sequence need zeros in all
+  // elements.
   const bool may_be_nobodys = positions && layout == "TND";
   const bool in_place = q.const_data_ptr() == q_out.const_data_ptr() && !may_be_nobodys;
   tiling.rows.groups = static_cast<int32_t>(batch * length);

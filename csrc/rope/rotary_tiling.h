@@ -13,22 +13,23 @@ struct HeadTensor {
   int64_t first, batch, token, head;
   int32_t count;
 
-  // Returns where a token's heads begin. `length`: the tokens of a batch element.
+  // Returns the offset of the first head of token `index`. `length`: tokens per batch element.
   NPU_OPS_SHARED int64_t at(int64_t index, int64_t length) const {
     return first + index / length * batch + index % length * token;
   }
 };
 
-// The row of an unowned token, whose result is 0 (npu_ops/ops/rope/packing.py).
+// The table row of a token that belongs to no sequence. The token's result is 0
+// (npu_ops/ops/rope/packing.py).
 constexpr int64_t kNobody = -(1 << 30);
 
-// The strides of axis (T, H, W), batch and row of a table, in elements; for positions, the last is
-// of a token.
+// The strides of axis (T, H, W), batch and row of a table, in elements. For positions, `row` is the
+// stride of a token.
 struct Table {
   int64_t axis, batch, row;
 };
 
-// How tokens are rotated.
+// The tables, positions and pair layout of a rotation.
 struct AnglesTiling {
   Table cos, sin, positions;
   int64_t length, table_rows;
@@ -44,8 +45,8 @@ struct RotaryTiling {
   int32_t type;  // ElementType
 };
 
-// Bytes of the unified buffer for angles, as in l2norm_tiling.h: an offset for each element of a
-// tile. Fixed: table rows of three axes, coefficients, signs and offsets.
+// Bytes of the unified buffer for angles. Each element of a tile has an offset for Gather. The
+// fixed bytes are table rows of three axes, coefficients, signs and offsets.
 constexpr int64_t kAnglesElementBytes = 4;
 constexpr int64_t kAnglesFixedBytes = (2 * 2 * 3 + 2 * 3 + 6) * 4 * 2 * kMostPairs;
 // rope and mrope also have two tiles of floats.

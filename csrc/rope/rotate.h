@@ -1,4 +1,5 @@
-// The rotation that rope and mrope share: one token's coefficients applied to all its heads.
+// The rotation that rope, mrope and qk_norm_rope share: one token's coefficients applied to all its
+// heads.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,8 @@
 namespace npu_ops {
 
 // One token's coefficients: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2 for each
-// pair, with the signs of the direction already in the sines. Full-width tables may differ between
-// the two of a pair.
+// pair. The sines include the sign of the direction, forward or inverse. A full-width table may
+// hold different values for the two elements of a pair.
 struct Coefficients {
   static constexpr int64_t kRows = 4;
   Coefficients(float* data, int64_t pairs)
@@ -56,13 +57,13 @@ NPU_OPS_CLONES void take(const C* cos, const C* sin, Coefficients to, Span span,
   }
 }
 
-// `out` may be `x`: a pair is read before it is written, hence ivdep. apart: the distance of a
-// pair's two elements.
+// `out` may be `x`. ivdep is valid because each pair is read before it is written. apart: the
+// distance between the two elements of a pair.
 template <int STEP, class T>
 NPU_OPS_CLONES void rotate_pairs(const T* x, T* out, const float* cos1, const float* cos2,
                                  const float* sin1, const float* sin2, int64_t pairs,
                                  int64_t apart) {
-  const int64_t second = STEP == 2 ? 1 : apart;  // with a variable step the compiler gathers
+  const int64_t second = STEP == 2 ? 1 : apart;  // a variable step would compile to gathers
 #pragma GCC ivdep
   for (int64_t j = 0; j < pairs; ++j) {
     const float x1 = load(x[STEP * j]), x2 = load(x[STEP * j + second]);
@@ -119,7 +120,7 @@ void rotate_tokens(const Heads& x, const Heads& out, int64_t b, int64_t s0, int6
     if (from != result)
       std::memcpy(result + rotated, from + rotated, (x.dim - rotated) * sizeof(T));
   };
-  if (x.head_stride > x.length_stride) {  // walk memory in its order
+  if (x.head_stride > x.length_stride) {  // in memory order
     for (int64_t n = 0; n < x.heads; ++n)
       for (int64_t s = s0; s < s1; ++s) one(s, n);
   } else {
@@ -154,8 +155,9 @@ void rotate_all(const Tensor& q, const Tensor& k, const Tensor& q_out, const Ten
   });
 }
 
-// The table row of token (axis, b, s): from positions [A, Bp, S] or [Bp, S], or s itself. The
-// constructor checks all rows before anything is written: under torch.compile nothing else has.
+// The table row of token (axis, b, s): from positions [A, Bp, S] or [Bp, S], or s itself without
+// positions. The constructor checks all rows before any output is written; under torch.compile, no
+// other check has run. With `packed`, a row may also be kNobody.
 class Rows {
  public:
   Rows(const std::optional<Tensor>& positions, int64_t table_rows, int64_t length,

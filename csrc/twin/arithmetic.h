@@ -1,4 +1,5 @@
-// Element-wise arithmetic: guide 6.3.4 (two operands), 6.3.5 (one), 6.3.8.1, 6.3.8.2 and 6.3.9.
+// Element-wise arithmetic: CCE intrinsic guide, 6.3.4 (two operands), 6.3.5 (one operand), 6.3.8.1,
+// 6.3.8.2 and 6.3.9.
 //
 // Floats narrower than 32 bits are computed in float and rounded once. Integers wrap: the vendor's
 // compiler lowers arith.addi and arith.muli, which wrap, to these instructions. exp, ln and sqrt
@@ -54,7 +55,8 @@ void unary(const char* name, const Operand<D>& to, const Operand<A>& a, int repe
   unary<D, A>(name, to, a, Extent(repeats, per_repeat<D, A>()), f);
 }
 
-// FRECPE and FRSQRTE of Arm, which the guide names, are estimates to about 8 bits.
+// Truncates the fraction to 8 bits, for vrec and vrsqrt. The guide refers to Arm's FRECPE and
+// FRSQRTE, which are estimates to about 8 bits.
 inline float estimate(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -91,7 +93,7 @@ NPU_OPS_TWIN_BINARY(vand, X& Y)                                        // 6.3.9.
 NPU_OPS_TWIN_BINARY(vor, X | Y)                                        // 6.3.9.2
 #undef NPU_OPS_TWIN_BINARY
 
-// 6.3.4.3: the target may be float where the sources are half.
+// 6.3.4.3: if the sources are half, the target may be float.
 template <class D, class A>
 inline void vmla(D* to, A* a, A* b, uint8_t repeats, uint8_t to_block, uint8_t a_block,
                  uint8_t b_block, uint8_t to_repeat, uint8_t a_repeat, uint8_t b_repeat) {
@@ -177,8 +179,8 @@ NPU_OPS_TWIN_UNARY(vln, float(std::log(double(X))))                       // 6.3
 NPU_OPS_TWIN_UNARY(vnot, ~X)                                              // 6.3.9.3
 #undef NPU_OPS_TWIN_UNARY
 
-// Guide 6.3.11.6. In counter mode most instructions ignore their repeat count. vcopy does not: it
-// copies as many elements per repeat as the mask says. The guide does not mention this; AscendC's
+// 6.3.11.6. In counter mode most instructions ignore their repeat count. vcopy does not: it copies
+// as many elements per repeat as the mask says. The guide does not mention this; AscendC's
 // Broadcast (broadcast_v220_impl.h) relies on it to copy one row per repeat.
 template <class T>
 inline void vcopy(T* to, T* a, uint8_t repeats, uint16_t to_block, uint16_t a_block,

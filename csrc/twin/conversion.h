@@ -1,4 +1,4 @@
-// Conversions between types: guide 6.3.10, vconv_<source>2<target><rounding>.
+// Conversions between types, vconv_<source>2<target><rounding>: CCE intrinsic guide, 6.3.10.
 #pragma once
 
 #include <limits>
@@ -7,7 +7,7 @@
 
 namespace npu_ops::twin {
 
-// Integers saturate; NaN becomes 0.
+// Converts to an integer type. Values outside its range saturate; NaN becomes 0.
 template <class D>
 D integer(double value, Rounding rounding) {
   if (std::isnan(value)) return 0;

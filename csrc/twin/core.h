@@ -1,4 +1,4 @@
-// The core that runs now, and the launch that it belongs to; machine.cpp and launch.cpp share them.
+// State of the running core and of its launch, which the source files of this folder share.
 #pragma once
 
 #include <set>
@@ -13,7 +13,7 @@
 
 namespace npu_ops::twin {
 
-// Thrown where the core cannot go on, e.g. at an access outside of all memory.
+// Thrown to end a core that cannot continue, e.g. after an access outside of all memory.
 struct CoreStopped {};
 
 struct Core {
@@ -24,27 +24,28 @@ struct Core {
   std::vector<Origin> instructions{Origin{}};
   pipe_t pipe = PIPE_S;
   uint32_t tick = 0;
-  std::vector<Cell> cells;                          // the unified buffer's
-  std::unordered_map<uint64_t, Cell> global_cells;  // global memory's, by address / 32
+  std::vector<Cell> cells;                          // of the unified buffer
+  std::unordered_map<uint64_t, Cell> global_cells;  // of global memory, by address / 32
   const void* launch_frame = nullptr;
 };
 
 struct Launch {
   std::vector<Finding> findings;
-  std::set<std::string> seen;  // one finding for each check and line
+  std::set<std::string> seen;  // checks and call stacks that have a finding
   int64_t blocks = 0;
   bool goes_on = false;       // continue after a failed check of the vendor's headers
-  bool vector_order = false;  // also warn where V reads its own result without a barrier
+  bool vector_order = false;  // warn if V accesses its own result without a barrier
 };
 
-// The kernel's output so far. The vendor's checks print there why they fail.
+// Returns what the kernel has printed so far. The vendor's checks print the reason of a failure.
 std::string printed();
 
 extern Core* core;  // null outside of a launch
 extern Launch launch;
 extern GlobalMemory global_memory;
 
-// Records a finding at the current instruction; `other` is the earlier access, if two are to blame.
+// Records a finding at the current instruction. `other`: the earlier access, if two accesses
+// conflict.
 void report(bool error, const std::string& check, const std::string& what,
             const Origin* other = nullptr);
 

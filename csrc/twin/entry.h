@@ -1,6 +1,5 @@
-// Included after a kernel's source when it is built for the twin. NPU_OPS_TWIN_ENTRY(kernel)
-// exports kernel__twin, which reads the kernel's arguments from one block of memory, as a device
-// does.
+// Included after a kernel's source in a CPU build (the twin). NPU_OPS_TWIN_ENTRY(kernel) exports
+// kernel__twin, which reads the kernel's arguments from one block of memory, as a device does.
 #pragma once
 
 #include <cstdint>

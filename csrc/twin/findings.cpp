@@ -16,8 +16,8 @@ struct Frame {
   void* return_address;
 };
 
-// Returns addr2line's lines for addresses of one library: "file:line", inlined callers after
-// callees.
+// Returns addr2line's lines, "file:line", for an offset in a library. An inlined function comes
+// before its caller.
 std::vector<std::string> lines_of(const std::string& library, uintptr_t offset) {
   char command[4096];
   std::snprintf(command, sizeof(command), "addr2line -i -e '%s' 0x%lx 2>/dev/null", library.c_str(),
@@ -83,7 +83,7 @@ Origin origin_here(const char* name, pipe_t pipe, const void* launch_frame) {
   auto* frame = static_cast<Frame*>(__builtin_frame_address(0));
   for (int i = 0; i < Origin::kDepth && frame && frame < launch_frame; ++i) {
     origin.calls[i] = frame->return_address;
-    if (frame->caller <= frame) break;  // a function without a frame pointer: nothing to follow
+    if (frame->caller <= frame) break;  // a function without a frame pointer ends the walk
     frame = frame->caller;
   }
   return origin;

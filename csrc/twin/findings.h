@@ -17,22 +17,22 @@ struct Origin {
   void* calls[kDepth] = {};
 };
 
-// Walks the call stack up to the kernel's launch, by frame pointers.
+// Returns an Origin with the current call stack up to the kernel's launch. Follows frame pointers.
 Origin origin_here(const char* name, pipe_t pipe, const void* launch_frame);
 
 const char* pipe_name(pipe_t pipe);
 
 struct Finding {
-  bool error;  // false: a warning, for bisheng inserts the missing wait itself
+  bool error;  // false: a warning, because bisheng inserts the missing wait
   std::string check;
   int block;
   std::string what;
-  Origin origin, other;  // `other` is the earlier of two accesses, if two are to blame
+  Origin origin, other;  // other: the earlier access, if two accesses conflict
   bool has_other;
 };
 
-// Formats a finding as one line: severity, check, block, message, place, other place, by tabs.
-// Places are file:line of the kernel's source, found with addr2line.
+// Formats a finding as one line of tab-separated fields: severity, check, block, message, access,
+// earlier access. An access ends with file:line of the kernel's source, found with addr2line.
 std::string describe(const Finding& finding);
 
 }  // namespace npu_ops::twin

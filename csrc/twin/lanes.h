@@ -1,4 +1,5 @@
-// How a vector instruction walks over memory: guide 6.2.1, 6.3.1.1 (strides) and 6.3.1.2 (masks).
+// How a vector instruction goes through memory: CCE intrinsic guide, 6.2.1, 6.3.1.1 (strides) and
+// 6.3.1.2 (masks).
 #pragma once
 
 #include <stub_def.h>  // the vendor's half and bfloat16_t
@@ -109,7 +110,7 @@ class Runs {
   const char *begin_ = nullptr, *end_ = nullptr;
 };
 
-// Reports an instruction's accesses to an operand, so that the machine checks them.
+// Reports an instruction's accesses to an operand to the machine, which checks them.
 template <class T>
 void touch(Access access, const Operand<T>& operand, const Extent& extent) {
   constexpr int kBlockElements = Operand<T>::kPerBlock;

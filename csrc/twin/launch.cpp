@@ -17,7 +17,7 @@ namespace {
 std::mutex mutex;  // the vendor's headers keep a core's state in globals
 std::string text;
 
-// Stands in for stdout while a kernel runs.
+// Captures stdout while a kernel runs.
 class Capture {
  public:
   Capture() : outside_(stdout), inside_(open_memstream(&text_, &bytes_)) {
@@ -46,7 +46,7 @@ class Capture {
 };
 Capture* Capture::current = nullptr;
 
-// Memory of finished cores, to be used again: getting it from the system takes longer than a tile.
+// Memory of finished cores, for reuse: allocating it takes longer than to compute a tile.
 std::vector<Cell> spare_cells;
 std::vector<uint8_t> spare_written;
 
@@ -66,7 +66,7 @@ std::unique_ptr<Core> new_core(int block, const void* frame) {
   return made;
 }
 
-// Reports what a block forgot: events that nothing waits for, tensors that are not freed.
+// Reports events that nothing has waited for, and tensors that are not freed.
 void check_end() {
   issue("the end of the kernel", PIPE_S);
   for (const auto& [event, clock] : core->order.pending()) {
@@ -98,8 +98,8 @@ void run_block(int block, NpuOpsTwinKernel kernel, const void* arguments) {
   owned->buffer.written.swap(spare_written);
 }
 
-// The constructor of TPipe sets up all memories of a core. A vector core has only the unified
-// buffer.
+// Shrinks all memories but the unified buffer to one block. TPipe's constructor sets up all of
+// them, but a vector core has no other.
 void forget_other_memories() {
   for (auto& [memory, bytes] : AscendC::ConstDefiner::Instance().bufferInitLen)
     if (memory != AscendC::Hardware::UB) const_cast<uint32_t&>(bytes) = kBlock;
@@ -148,7 +148,8 @@ int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void*
     for (int block = 0; block < blocks; ++block) run_block(block, kernel, arguments);
     said = capture.read();
   }
-  // Prints the kernel's own output, without the vendor's messages, which have become findings.
+  // With findings, the output may contain messages of the vendor's checks, which are findings
+  // already. So it is printed only without findings.
   if (launch.findings.empty()) std::fputs(said.c_str(), stdout);
   text.clear();
   for (const Finding& finding : launch.findings) text += describe(finding) + "\n";
@@ -157,7 +158,7 @@ int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void*
 
 const char* npu_ops_twin_findings() { return text.c_str(); }
 
-// ---- functions that the vendor's headers declare; their library is closed ----
+// ---- functions that the vendor's headers declare, but only a closed library defines ----
 
 uint64_t ModelFactoryGetMaskHigh() { return registers().mask.high; }
 uint64_t ModelFactoryGetMaskLow() { return registers().mask.low; }

@@ -1,4 +1,5 @@
-// The C interface of the twin: csrc/emulator and python/npu_ops_emulator/twins.py are its callers.
+// The C interface of the twin, which runs AscendC kernels on the CPU. csrc/emulator and
+// python/npu_ops_emulator/twins.py call it.
 #pragma once
 
 #include <cstddef>
@@ -6,16 +7,17 @@
 
 extern "C" {
 
-// `name`__twin, which the library of kernel `name` exports: runs one block of the kernel. The
-// launch's arguments lie in memory, each at its natural alignment.
+// The type of `name`__twin, which the library of kernel `name` exports and which runs one block.
+// `arguments` holds the launch's arguments, each at its natural alignment.
 using NpuOpsTwinKernel = void (*)(const void* arguments);
 
-// The tensors that the next launches may touch; count 0 forgets them all.
+// Sets the tensors that later launches may touch. They replace those of the call before.
 void npu_ops_twin_regions(const char* const* names, const uint64_t* addresses,
                           const uint64_t* bytes, int64_t count);
 
-// Runs a kernel's blocks one after another. Returns how many findings there are; their text, one
-// a line, is `npu_ops_twin_findings()` until the next launch.
+// Runs a kernel's blocks one after another and returns the number of findings. Until the next
+// launch, npu_ops_twin_findings() returns their text, one per line. vector_order, goes_on: see
+// Launch in core.h.
 int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void* arguments,
                             int vector_order, int goes_on);
 const char* npu_ops_twin_findings();

@@ -38,8 +38,8 @@ int lane(pipe_t pipe) {
 
 constexpr pipe_t kLanes[] = {PIPE_S, PIPE_V, PIPE_MTE2, PIPE_MTE3};
 
-// The end of the unified buffer. AscendC's own functions keep scalars there, and would overwrite a
-// kernel's buffer in this place.
+// Bytes at the end of the unified buffer. AscendC's own functions keep scalars there, and would
+// overwrite a kernel's buffer in these bytes.
 constexpr uint64_t kScratch = 8 * 1024;
 
 bool is_scratch(uint64_t address) {
@@ -93,8 +93,9 @@ void check_bounds(uint64_t address, size_t bytes) {
 
 // ---- order ----
 
-// bisheng's automatic synchronisation inserts barriers within V and flags to and from S, and
-// nothing between MTE2, V and MTE3 (asc-devkit's documentation of intra-core synchronisation).
+// Reports two accesses that nothing orders. If pipe S takes part, this is only a warning: bisheng
+// inserts barriers within V and flags to and from S. It inserts nothing between MTE2, V and MTE3
+// (asc-devkit's documentation of intra-core synchronisation).
 void report_race(pipe_t other, const Stamp& stamp, const char* what, uint64_t address) {
   const bool error = core->pipe != PIPE_S && other != PIPE_S;
   report(error, error ? "race" : "scalar-order",
@@ -112,13 +113,14 @@ void check_vector_order(const Cell& cell, uint64_t address) {
          &core->instructions[cell.write.instruction]);
 }
 
-// Stamps the current instruction; joins it with an earlier one of the same pipe.
+// Returns a stamp of the current instruction. Its bytes include those of `before`, a stamp of the
+// same pipe.
 Stamp stamped(const Stamp& before, uint32_t bytes) {
   const auto now = static_cast<uint32_t>(core->instructions.size() - 1);
   return {core->tick, now, before.bytes | bytes};
 }
 
-// `bytes`: which of the cell's 32 bytes are touched.
+// `bytes`: the touched ones of the cell's 32 bytes, one bit each.
 void check_order(Cell& cell, Access access, uint64_t address, uint32_t bytes) {
   const int self = lane(core->pipe);
   if ((cell.write.bytes & bytes) &&
@@ -165,7 +167,7 @@ void check_cells(Access access, uint64_t address, size_t bytes) {
 
 void check_written(Access access, uint64_t address, size_t bytes) {
   UnifiedBuffer& buffer = core->buffer;
-  if (is_scratch(address)) return;  // the headers also write there by plain C++
+  if (is_scratch(address)) return;  // the headers also write here in plain C++
   const uint64_t offset = address - buffer.begin;
   const auto begin = buffer.written.begin() + static_cast<ptrdiff_t>(offset);
   const auto end = begin + static_cast<ptrdiff_t>(bytes);
@@ -180,7 +182,7 @@ void check_written(Access access, uint64_t address, size_t bytes) {
 }
 
 void check_blocks(Access access, uint64_t address, size_t bytes) {
-  if (core->registers.atomic != Atomic::kNone) return;  // their order does not matter
+  if (core->registers.atomic != Atomic::kNone) return;  // atomic stores need no order
   Region& region = *global_memory.find(address);
   const bool write = access == Access::kWrite;
   const int other = region.conflict(core->block, address - region.begin, bytes, write);

@@ -1,4 +1,5 @@
-// One vector core, as an AscendC kernel sees it. The instructions in this folder call it.
+// The emulated vector core on which AscendC kernels run in a CPU build (the twin). The instructions
+// in this folder call it.
 //
 // An instruction reports the bytes that it reads and writes before it touches them. The machine
 // checks bounds, alignment, that bytes were written before they are read, and that events order the
@@ -35,23 +36,25 @@ struct Registers {
   int64_t accumulated = 0;       // 6.3.6.2 ACC_VAL
   uint64_t reserved_count = 0;   // elements that vreducev2 kept
   uint64_t blocks[8][8] = {};    // 6.3.11.4 VA0 to VA7: the addresses of eight blocks each
-  uint8_t* gathered = nullptr;   // the whole address of Gather's source, which is cut to 32 bits
+  uint8_t* gathered = nullptr;   // Gather's source; headers pass only 32 bits of the address
   Atomic atomic = Atomic::kNone;
   AtomicType atomic_type = AtomicType::kNone;
 };
 Registers& registers();
 
-// Issues an instruction to a pipe. Accesses that are reported from here on belong to it.
+// Issues an instruction to a pipe. Later calls of `touch` belong to it, until the next instruction.
 void issue(const char* name, pipe_t pipe);
 
-// The current instruction reads or writes `bytes` at `address`, in the unified buffer or in global
-// memory. Does not return if that memory does not exist: the core stops.
+// Checks and records that the current instruction reads or writes `bytes` bytes at `address`, in
+// the unified buffer or in global memory. Throws CoreStopped if that memory does not exist.
 void touch(Access access, const void* address, size_t bytes);
 
-// Reads bytes and drops them: they must exist, but need not have been written.
+// Checks bytes that an instruction reads and drops: they must exist, but need not have been
+// written.
 void skim(const void* address, size_t bytes);
 
-// The operand must begin at a multiple of `bytes` of the unified buffer.
+// Reports an operand that does not begin at a multiple of `bytes`, counted from the start of the
+// unified buffer.
 void aligned(const void* address, size_t bytes, const char* operand);
 
 void set_event(pipe_t from, pipe_t to, int id);   // 6.6.3
@@ -61,8 +64,8 @@ void wait_pipe(pipe_t pipe);                      // 6.6.2
 // A scalar access by LocalTensor or GlobalTensor: GetValue, SetValue and operator().
 void scalar(Access access, const void* address, size_t bytes);
 
-// Called by the vendor's checks: with a message, and when a check has failed. The message becomes a
-// finding. Some checks only print their message, so a launch also reads the output (launch.cpp).
+// The vendor's checks call `log` with a message, or print it. When a check has failed, they call
+// vendor_check_failed, which makes the last printed line a finding.
 void log(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void vendor_check_failed(const char* file, int line);
 

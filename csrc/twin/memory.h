@@ -38,7 +38,8 @@ struct Region {
   uint64_t begin = 0, bytes = 0;
   std::vector<uint16_t> writer, reader;  // by byte: block + 1
 
-  // Another block whose access to one of these bytes conflicts with this one, or -1.
+  // Records an access by a block. Returns another block whose earlier access conflicts with it, or
+  // -1. If several blocks have read the bytes, returns 0 for them.
   int conflict(int block, uint64_t offset, size_t count, bool write);
 };
 

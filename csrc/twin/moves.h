@@ -1,4 +1,4 @@
-// Copies between global memory and the unified buffer: guide 6.2.2 and 6.5.
+// Copies between global memory and the unified buffer: CCE intrinsic guide, 6.2.2 and 6.5.
 #pragma once
 
 #include <cstring>
@@ -22,7 +22,8 @@ void accumulate(char* to, const char* from, size_t bytes) {
   }
 }
 
-// 6.5.2: with atomics on, stores to global memory add, or take the largest or smallest.
+// 6.5.2: with atomics on, a store to global memory adds to the old value, or keeps the larger or
+// the smaller of both.
 inline void store(char* to, const char* from, size_t bytes) {
   if (registers().atomic == Atomic::kNone) {
     std::memcpy(to, from, bytes);
@@ -69,8 +70,8 @@ inline int64_t whole_blocks(int64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-// 6.5.9.2: bursts of any length. Each fills whole blocks: the rest of the last one gets the padding
-// value or, without one, copies of the burst's first element.
+// 6.5.9.2: bursts of any length. Each fills whole blocks. The rest of the last block gets the
+// padding value or, if left and right are 0, copies of the burst's first element.
 inline void load_padded(void* target, const void* source, int count, uint32_t bytes, int left,
                         int right, uint32_t source_gap, uint32_t target_gap, int element) {
   aligned(target, kBlockBytes, "the target");

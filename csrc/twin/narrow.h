@@ -1,4 +1,4 @@
-// Rounding to narrower types, by the rounding modes of conversions: guide 6.3.10.
+// Rounding to narrower types, by the rounding modes of conversions: CCE intrinsic guide, 6.3.10.
 #pragma once
 
 #include <stub_def.h>  // the vendor's half and bfloat16_t
@@ -63,8 +63,8 @@ D special(float value) {
   return result;
 }
 
-// `value` is exact: a double for a float, a long double for an int64. An overflow becomes infinite
-// if the mode rounds away from zero, else the largest number.
+// `value` is exact: a double for a float, a long double for an int64. An overflow becomes the
+// largest number if the mode rounds it towards zero (or to odd), else infinity.
 template <class D, class W>
 D narrowed(W value, Rounding rounding) {
   if (!std::isfinite(value)) return special<D>(static_cast<float>(value));
@@ -81,7 +81,7 @@ D narrowed(W value, Rounding rounding) {
                 : special<D>(std::copysign(HUGE_VALF, static_cast<float>(value)));
 }
 
-// Rounds the result of float arithmetic; integers wrap.
+// Rounds the result of float arithmetic to T; integers wrap.
 template <class T, class W>
 T narrow(W value) {
   if constexpr (std::is_same_v<T, half>)

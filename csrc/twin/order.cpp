@@ -26,8 +26,8 @@ bool Order::wait(pipe_t from, pipe_t to, int id) {
   if (found == events_.end()) return false;
   join(clocks_[to], clocks_[PIPE_S]);
   join(clocks_[to], found->second);
-  // If another pipe has waited for an instruction and signals back, it is finished, as after a
-  // barrier.
+  // The event may come from a pipe that has waited for instructions of pipe `to`. These are
+  // finished, as after a barrier.
   barriers_[to] = std::max(barriers_[to], found->second[to]);
   events_.erase(found);
   return true;

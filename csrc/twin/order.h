@@ -19,7 +19,7 @@ constexpr int kPipes = 11;
 
 class Order {
  public:
-  // Starts the next instruction of a pipe, and returns its tick.
+  // Starts the next instruction of a pipe, and returns its tick (its number in the pipe).
   uint32_t issue(pipe_t pipe);
 
   // Returns whether the current instruction of `pipe` comes after tick `tick` of pipe `before`.
@@ -30,13 +30,14 @@ class Order {
   // Returns whether a barrier of its own pipe is between tick `tick` and the current instruction.
   bool past_barrier(pipe_t pipe, uint32_t tick) const { return barriers_[pipe] >= tick; }
 
-  // The wait that bisheng inserts: the current instruction of `pipe` waits for a tick of `before`.
+  // Adds the wait that bisheng inserts: the current instruction of `pipe` waits for a tick of
+  // `before`.
   void wait_for(pipe_t pipe, pipe_t before, uint32_t tick) {
     clocks_[pipe][before] = std::max(clocks_[pipe][before], tick);
   }
 
   bool set(pipe_t from, pipe_t to, int id);   // false: it is set already
-  bool wait(pipe_t from, pipe_t to, int id);  // false: nobody set it
+  bool wait(pipe_t from, pipe_t to, int id);  // false: it was not set
   void barrier(pipe_t pipe);
 
   using Event = std::tuple<pipe_t, pipe_t, int>;

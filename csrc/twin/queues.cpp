@@ -1,4 +1,4 @@
-// Checks the states of a buffer: initialised, allocated, filled, enqueued, dequeued, freed.
+// Tracks and checks the state of each buffer: free, allocated, queued or dequeued.
 #include "queues.h"
 
 #include <cstring>
@@ -9,7 +9,8 @@ using namespace npu_ops::twin;
 
 namespace {
 
-// Returns the buffer that begins at an address; any other address is a finding.
+// Returns the buffer that begins at an address. Reports an address of the unified buffer at which
+// no buffer begins.
 Buffer* buffer_at(const char* operation, uint64_t address) {
   if (!core || !core->buffer.holds(address)) return nullptr;
   issue(operation, PIPE_S);
@@ -27,7 +28,7 @@ void AscendCBufInit(uint8_t, int scratch, uint32_t count, uint64_t address, uint
     core->buffer.buffers[address + i * bytes] = {bytes, scratch != 0, Buffer::kFree};
 }
 
-// New memory counts as unwritten.
+// Newly allocated memory counts as unwritten.
 void AscendCBufAlloc(uint8_t, uint8_t, uint64_t address, uint64_t) {
   Buffer* buffer = buffer_at("AllocTensor", address);
   if (!buffer) return;

@@ -1,4 +1,4 @@
-// Functions that TPipe, TQue and TBuf call in a CPU build, with the names that they use.
+// Functions that the vendor's TPipe, TQue and TBuf call, by these names, in a CPU build.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Copies, broadcasts, gathers and transpositions inside the unified buffer: guide 6.3.11, 6.3.5.8.
+// Copies, broadcasts, gathers and transpositions inside the unified buffer: CCE intrinsic guide,
+// 6.3.11 and 6.3.5.8.
 #pragma once
 
 #include <cstring>
@@ -20,7 +21,7 @@ inline void vector_dup(T* to, S scalar, uint8_t repeats, uint16_t to_block, uint
   extent.each([&](int r, int e) { *target.at(r, e) = value; });
 }
 
-// 6.3.5.8: eight elements become eight blocks. The mask is ignored.
+// 6.3.5.8: each of eight elements fills a block of 32 bytes. The mask is ignored.
 template <class T>
 inline void vbrcb(T* to, T* from, uint16_t to_block, uint16_t to_repeat, uint8_t repeats) {
   using namespace npu_ops::twin;
@@ -38,9 +39,9 @@ inline void vbrcb(T* to, T* from, uint16_t to_block, uint16_t to_repeat, uint8_t
   }
 }
 
-// 6.3.11.2: elements at byte offsets. A repeat reads all its elements before it writes, because
-// kernels gather in place. The headers cut the source's address to 32 bits; registers() has all of
-// it.
+// 6.3.11.2: gathers elements at byte offsets. A repeat reads all its elements before it writes,
+// because kernels gather in place. The headers cut the source's address to 32 bits; registers() has
+// all of it.
 template <class T>
 inline void vgather(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint8_t repeats) {
   using namespace npu_ops::twin;
@@ -66,7 +67,7 @@ inline void vgather(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint
   }
 }
 
-// 6.3.11.3: whole blocks at byte offsets. The mask is ignored.
+// 6.3.11.3: gathers whole blocks at byte offsets. The mask is ignored.
 template <class T>
 inline void vgatherb(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint8_t to_block,
                      uint8_t repeats) {
@@ -95,8 +96,9 @@ inline void set_va_reg_sb(ub_addr8_t to, const uint64_t* addresses) {
 
 namespace npu_ops::twin {
 
-// 6.3.11.4: two registers point to sixteen blocks, which become sixteen others. `from(e, k)` is the
-// source block and element of element `first + k` of block e. The mask is ignored.
+// 6.3.11.4: transposes sixteen source blocks to sixteen target blocks, each sixteen given by two
+// registers. `from(e, k)` is the source block and element of element `first + k` of block e. The
+// mask is ignored.
 template <class T, class F>
 void scatter_blocks(const char* name, ub_addr8_t to, ub_addr8_t source, int repeats, int to_stride,
                     int source_stride, int first, F from) {
@@ -148,7 +150,7 @@ inline void scatter_vnchwconv_b8(ub_addr8_t to, ub_addr8_t from, uint8_t repeats
       [from_high](int e, int k) { return std::pair(k, e + (from_high ? 16 : 0)); });
 }
 
-// 6.3.11.5: a 16 x 16 matrix of 16-bit elements. The mask is ignored.
+// 6.3.11.5: transposes a 16 x 16 matrix of 16-bit elements. The mask is ignored.
 template <class T>
 inline void vtranspose(T* to, T* from) {
   static_assert(sizeof(T) == 2);

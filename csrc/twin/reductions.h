@@ -1,5 +1,5 @@
-// Reductions: guide 6.3.6. Sums run in float in the order of the elements; a device's order is not
-// documented, so a kernel may not depend on it.
+// Reductions: CCE intrinsic guide, 6.3.6. Sums run in float in the order of the elements; a
+// device's order is not documented, so a kernel must not depend on it.
 #pragma once
 
 #include <cstring>
@@ -9,9 +9,9 @@
 
 namespace npu_ops::twin {
 
-// Folds the active elements of each group of a repeat, and passes on (repeat, group,
-// result). A group without elements has no result. `fold` gets the result so far, an element and
-// its index; the first element of a group is passed to `start`.
+// Folds the active elements of each group of a repeat, and calls out(repeat, group, result). A
+// group without elements has no result. `fold` gets the result so far, an element and its index;
+// the first element of a group is passed to `start`.
 template <class T, class R, class Start, class Fold, class Out>
 void reduce(const Operand<T>& from, const Extent& extent, int group_size, Start start, Fold fold,
             Out out) {
@@ -35,7 +35,7 @@ void put(T* at, T value) {
   *at = value;
 }
 
-// 6.3.6.3: one result for each block of 32 bytes, eight side by side for a repeat.
+// 6.3.6.3: one result for each block of 32 bytes. The eight results of a repeat are contiguous.
 template <class T, class F>
 void by_block(const char* name, T* to, const Operand<T>& from, int repeats, int to_repeat, F f) {
   issue(name, PIPE_V);
@@ -56,8 +56,7 @@ struct Best {
   uint32_t index = 0;
 };
 
-// 6.3.6.1: the largest or smallest element of a repeat and its index, in the order that is asked
-// for.
+// 6.3.6.1: the largest or smallest element of a repeat and its index, in the given order.
 template <class T>
 void put_best(T* to, int repeat, int to_repeat, Order_t order, Best best) {
   if (order == ONLY_INDEX)
@@ -89,7 +88,7 @@ void best_of(const char* name, T* to, const Operand<T>& from, int repeats, int t
 
 }  // namespace npu_ops::twin
 
-// 6.3.6.2: a sum for each repeat, or one of all in ACC_VAL.
+// 6.3.6.2: a sum for each repeat, or one sum of all repeats in ACC_VAL.
 template <class T>
 inline void vcadd(T* to, T* from, uint8_t repeats, uint16_t to_repeat, uint16_t from_block,
                   uint16_t from_repeat, bool accumulate) {

@@ -1,4 +1,4 @@
-// Comparisons and selections: guide 6.3.7, 6.3.8.3 to 6.3.8.5, 6.3.6.5.
+// Comparisons and selections: CCE intrinsic guide, 6.3.7, 6.3.8.3 to 6.3.8.5, and 6.3.6.5.
 #pragma once
 
 #include <cstring>
@@ -35,7 +35,8 @@ void compare(const char* name, uint8_t* to, int repeats, F f,
     for (int e = 0; e < each; ++e) set_bit(to, int64_t{r} * each + e, f(r, e));
 }
 
-// The source of vsel's bits, and the value for a bit of 0.
+// Sets each active element of `to` to that of `a` if chosen(repeat, element), else to other(repeat,
+// element).
 template <class T, class Bit, class Other>
 void select(const Operand<T>& to, const Operand<T>& a, const Extent& extent, Bit chosen,
             Other other) {
@@ -63,7 +64,7 @@ void select(const Operand<T>& to, const Operand<T>& a, const Extent& extent, Bit
     npu_ops::twin::compare<T>("vcmpvs_" #NAME, to, repeats,                                       \
                               [&](int r, int e) { return *x.at(r, e) OPERATOR y; }, {x});         \
   }                                                                                               \
-  /* 6.3.8.3: into CMPMASK, of one repeat, where the mask has a bit. */                           \
+  /* 6.3.8.3: writes CMPMASK. Bits of inactive elements stay as they are. */                      \
   template <class T>                                                                              \
   inline void vcmp_##NAME(T* a, T* b, uint8_t repeats, uint8_t, uint8_t a_block, uint8_t b_block, \
                           uint8_t, uint8_t a_repeat, uint8_t b_repeat) {                          \

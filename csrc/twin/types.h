@@ -1,5 +1,5 @@
-// Names of the CCE intrinsic layer that AscendC's headers use: pipes, events, modes.
-// CCE intrinsic guide, sections 6.3 to 6.6.
+// Names of the CCE intrinsic layer that AscendC's headers use: pipes, events, modes. Numbers such
+// as 6.3.6.1, here and in the other files of this folder, are sections of the CCE intrinsic guide.
 #pragma once
 
 using float32_t = float;  // bisheng defines this name without a header
@@ -43,7 +43,8 @@ enum cache_line_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE = 1 };  // 6.6.5
 enum dcci_dst_t { CACHELINE_ALL = 0, CACHELINE_UB = 1, CACHELINE_OUT = 2, CACHELINE_ATOMIC = 3 };
 enum mem_dsb_t { DSB_ALL = 0, DSB_DDR, DSB_UB, DSB_SEQ };
 
-// Types of the matrix unit and of sorting. The twin has neither, but the headers name them.
+// Types of the matrix unit and of sorting. The twin (this CPU build of AscendC kernels) emulates
+// neither, but AscendC's headers use the names.
 enum class mem_t { L1 = 0, L0A, L0B, L0C, UB, BT };
 enum QuantMode_t {
   NoQuant = 0,

@@ -49,7 +49,7 @@ def test_tensors_elsewhere_are_told_so():
 
 
 def test_as_if_on_an_npu_the_one_that_is_here_is_asked(monkeypatch):
-    """doctor asks this way, with CPU tensors."""
+    """`npu-ops doctor` asks about the NPU of this machine, with CPU tensors."""
     asked = []
     monkeypatch.setattr(ascendc, "why_not_built", lambda *of: asked.append(of) or "not built")
     monkeypatch.setattr(hardware, "npu_name", lambda: "Ascend910B4-for-this-test")

@@ -1,4 +1,4 @@
-"""Our operators' gradients support what torch's own do: hooks, double backward and others."""
+"""Our operators' gradients have the features of torch's own, such as hooks and double backward."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Cached dispatch decisions, by call key: the same results as without, and no tensor is kept."""
+"""Cached dispatch decisions: results are the same as without the cache, and no tensor is kept."""
 
 import gc
 
@@ -101,7 +101,7 @@ def test_what_implementations_are_chosen_by_is_in_the_key(chosen):
 
 
 def test_a_copied_argument_is_copied_each_time(chosen):
-    """A cached decision would keep the first call's copy."""
+    """Such a call is not cached, because a cached decision would keep the first call's copy."""
     for _ in range(3):
         x = torch.randn(3, 16)[:, ::2]
         torch.testing.assert_close(npu_ops.l2norm(x), npu_ops.l2norm(x.contiguous()))

@@ -152,7 +152,7 @@ def test_what_is_no_regular_file_is_an_error_and_not_waited_for(prefer, table, m
 
 
 def test_the_file_is_read_once(prefer, table, monkeypatch):
-    """The fingerprint and all calls share one read."""
+    """The fingerprint and all calls share one read of the file."""
     prefer(row("op", "second", 6))
     read, reads = preferences.read, []
     monkeypatch.setattr(preferences, "read", lambda path: reads.append(path) or read(path))
@@ -200,7 +200,7 @@ def test_a_rank_with_another_table_is_told_so(prefer):
     preferences.agree(store, "cpu", 0, prints[0])
     with pytest.raises(RuntimeError, match="rank 1 has another table for cpu than rank 0"):
         preferences.agree(store, "cpu", 1, prints[1])
-    preferences.agree(store, "npu", 1, prints[1])  # each device type has its own
+    preferences.agree(store, "npu", 1, prints[1])  # each device type has its own agreement
 
 
 def test_the_first_call_in_a_group_settles_it(prefer, table, tmp_path):

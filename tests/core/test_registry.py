@@ -231,7 +231,7 @@ def test_log_levels(level, lines, caplog):
 
 
 def test_a_call_is_logged_before_it_runs(caplog):
-    """So the line survives a crash."""
+    """The log line of a call survives a crash of the call."""
 
     def crash(*args):
         raise RuntimeError(f"crashed after {len(caplog.records)} line")
@@ -253,7 +253,7 @@ def test_a_program_decides_which_traces_it_wants(caplog):
 
 @pytest.mark.parametrize("setup", ["", "logging.basicConfig(level='ERROR')"])
 def test_calls_are_shown_however_logging_was_set_up(setup):
-    """Exactly once: to stderr if nothing handles log records, else through the handlers."""
+    """A call is logged exactly once: to stderr if no handler is set up, else by the handlers."""
     code = f"import logging, torch, npu_ops\n{setup}\nnpu_ops.l2norm(torch.ones(2, 4))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -343,7 +343,7 @@ def test_explain_names_a_wrong_argument_and_nothing_of_its_own(registered, funct
 
 @PUBLIC
 def test_without_triton_the_reason_is_a_sentence(registered, monkeypatch, name):
-    """There is no ImportError later, when a kernel is launched."""
+    """Triton kernels are declined, so that no launch raises ImportError later."""
     sentence = "triton is not installed (for Ascend: pip install triton-ascend)"
     monkeypatch.setattr(library, "triton_why_not", lambda: sentence)
     with registry.as_if_on("npu"):
@@ -355,7 +355,7 @@ def test_without_triton_the_reason_is_a_sentence(registered, monkeypatch, name):
 
 @PUBLIC
 def test_explain_says_what_the_call_does(name, registered, caplog):
-    """Takes a name or a function; the implementation it chooses is the one that a call logs."""
+    """`explain` takes a name or a function. It chooses the implementation that a call logs."""
     arguments = public_calls()[name]
     function = getattr(npu_ops, name)
     verdicts = npu_ops.explain(name, **arguments)
@@ -376,7 +376,7 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
 
 @PUBLIC
 def test_explain_computes_nothing(name, registered):
-    """It allocates and copies nothing, except to check index values."""
+    """`explain` allocates and copies nothing, except to check index values."""
     arguments = public_calls()[name]
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     indexed = not all(x.is_floating_point() for x in tensors)
@@ -428,8 +428,7 @@ def outputs(function, arguments):
 
 @WAYS
 def test_a_dispatch_mode_sees_one_operator(name, way, registered):
-    """Dispatch modes (profilers, fake tensors, selective checkpointing) see one
-    operator per call."""
+    """Dispatch modes (profilers, fake tensors, checkpointing) see one operator per call."""
     arguments = public_calls()[name]
     op = npu_ops.explain(name, **arguments)[0].op
     with DispatchRecorder() as watch:
@@ -440,7 +439,7 @@ def test_a_dispatch_mode_sees_one_operator(name, way, registered):
 
 @WAYS
 def test_a_call_is_the_same_however_it_is_made(name, way, registered):
-    """Results are equal under modes, inference_mode and, out of place, with gradients."""
+    """Results are equal under modes, inference_mode and, unless in place, with gradients."""
     arguments = public_calls()[name] | way
     first = next(n for n, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point())
 
@@ -522,7 +521,7 @@ def test_a_broken_native_library_is_warned_of_once(monkeypatch, caplog):
 
 
 def test_an_output_that_is_not_written_is_nan():
-    """All other tests rely on it."""
+    """In tests, outputs are NaN until a kernel writes them. All other tests rely on this."""
     assert library.poison_outputs
     assert library.poisoned(torch.empty(4, dtype=torch.bfloat16)).isnan().all()
 

@@ -1,4 +1,6 @@
-"""Shadow mode: it changes no result, logs what it compares, and a mismatch can be replayed."""
+"""Shadow mode compares calls with the reference: it changes no result, logs each comparison, and
+writes a mismatch to a file that `npu-ops replay` repeats.
+"""
 
 import importlib
 import logging
@@ -105,7 +107,7 @@ def test_the_reference_is_not_compared_with_itself(caplog):
 
 
 def test_a_graph_that_is_captured_is_left_alone(caplog, monkeypatch):
-    """The test patches torch so that the CPU reports that it is capturing a graph."""
+    """Patched torch reports that the CPU is capturing a graph."""
     monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
     with env.override(log="shadow:1"):
         npu_ops.l2norm(torch.ones(2, 4))

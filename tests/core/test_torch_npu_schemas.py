@@ -90,6 +90,6 @@ def test_what_a_version_lacks_is_a_refusal_that_names_it(module, version):
 
 
 def test_attention_is_told_what_a_version_takes(version):
-    """v2 of torch_npu 2.7 expects the softmax statistics in another layout."""
+    """npu_fusion_attention_v2 of torch_npu 2.7 is not used: its softmax statistics differ."""
     both = ("npu_fusion_attention", "npu_fusion_attention_v2")
     assert routing._operators() == (both[:1] if version == "2.7" else both)

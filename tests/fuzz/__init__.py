@@ -7,7 +7,8 @@
     formula   helpers of the formulas
     targets   the functions of all files
     memory    memory layouts of tensors: strided, expanded, surrounded by NaN, sharing storage
-    ways      ways to call: eagerly, compiled, watched, transformed, under other defaults
+    ways      ways to call: eagerly, compiled, under a dispatch mode, transformed, with other
+              default dtypes and devices
     judge     one case: the call, the comparison with the formula, and a check of memory around it
     child     a process that judges cases, so that a crash is a verdict too
     run       hypothesis draws cases and shrinks those that fail
@@ -16,6 +17,6 @@ A case is a dict of plain values, so one line of JSON repeats it: `npu-ops fuzz 
 
 A call must return the formula's results, within a tolerance from the formula's own sensitivity to
 rounding. If the formula refuses the arguments, the call must raise a ValueError, TypeError or
-NotImplementedError that names one of them. A crash, a NaN where the formula has a number, or an
-error of torch's is a finding.
+NotImplementedError that names one of them. A crash, a NaN instead of the formula's number, or an
+error of torch's own is a finding.
 """

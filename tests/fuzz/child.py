@@ -1,4 +1,4 @@
-"""A process that judges cases; a case that kills it is reported, and the fuzzer goes on."""
+"""A process that judges cases. If a case kills it, the case is reported and the fuzzer goes on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PATIENCE = 10  # times LONGEST, if the machine is busy and the process got littl
 
 
 class Child:
-    """Judges cases one by one in a child process, which it restarts if needed."""
+    """Judges cases one by one in a child process, which it restarts after a crash."""
 
     def __init__(self):
         self.process = None
 
     def judge(self, case: dict) -> str | None:
-        """Return None, or what is wrong; a child that dies or hangs is wrong."""
+        """Return None, or what is wrong, also if the child dies or hangs."""
         if self.process is None:
             self._start()
         self.process.stdin.write(json.dumps(case) + "\n")

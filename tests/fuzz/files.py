@@ -1,4 +1,6 @@
-"""Preference files for the fuzzer: valid tables, tables with an error, and other content."""
+"""Preference files (written by `npu-ops tune`) for the fuzzer: valid tables, tables with an error,
+and other content.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ CHECKED = ("op", "dtype", "implementation", "width", "bits")
 
 
 class Taken(Exception):
-    """An invalid preferences file was accepted, or refused with another message than expected."""
+    """A valid preferences file was refused, an invalid one accepted, or the message was wrong."""
 
 
 def rows(draw: random.Random) -> list[dict]:
@@ -61,7 +63,8 @@ def in_force(seed: int):
     """Use a random preferences file within the block; yields whether calls use it.
 
     Raises:
-        Taken: an invalid file is not refused by a message that says what to remove.
+        Taken: a valid file is refused, or an invalid one is not refused by a message that says what
+            to remove.
     """
     before = preferences.cache
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,8 @@ class Refused(Exception):
 class Out:
     """An expected result.
 
-    argument: name of the argument whose new contents this is; None for a returned tensor.
+    argument: name of the argument that the function overwrites with the value; None for a returned
+        tensor.
     known: bool, broadcast to the value: which elements are specified; None: all.
     """
 
@@ -65,8 +66,10 @@ def spans(starts, tokens: int, name: str) -> list[tuple[int, int]]:
 
 
 def softplus(x, beta=1.0, threshold=20.0):
-    """torch's softplus, with which models are trained: above the threshold it
-    returns its argument."""
+    """Return torch's softplus, with which models are trained.
+
+    It is x where `beta x` is above the threshold.
+    """
     bent = beta * x
     plus = bent.clamp_min(0) + torch.log1p(torch.exp(-bent.abs()))
     return torch.where(bent > threshold, x, plus / beta)

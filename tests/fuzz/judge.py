@@ -8,7 +8,7 @@
     grad       whether gradients are computed
     defaults   (dtype, device or None, how they are set), see `ways.defaults`
     rewrite    None, or the route by which all arguments are rewritten between two calls
-    malformed  None, or (which of the arguments with indices, how they are malformed)
+    malformed  None, or (which of the index arguments, list of ways to malform it)
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class _Case:
     def make(self, seed: int) -> dict:
         """Return the arguments of the call.
 
-        With gradients nothing is `broken`, as a NaN reaches the gradients of its whole sequence.
-        With malformed indices nothing is hidden, as these may select hidden rows.
+        With gradients, the setting `broken` (a NaN in one sequence) is off, because a NaN reaches
+        the gradients of its whole sequence. With malformed indices, the setting `hide` (NaN in
+        memory that the call must not read) is off, because such indices may select this memory.
         """
         settings = self.case["settings"]
         if self.case["grad"] or self.case["way"] in ("checkpoint", *ways.TRANSFORMS):
@@ -84,7 +85,7 @@ class _Case:
         return self.target.make(settings, Draw(seed))
 
     def variants(self, made: dict) -> list[dict]:
-        """Return the arguments, or one set per way in which one of them is malformed."""
+        """Return one set of arguments, or one for each way to malform an index argument."""
         present = [n for n in self.target.indices if made.get(n) is not None and made[n].numel()]
         if not self.case["malformed"] or not present:
             return [made]
@@ -95,7 +96,7 @@ class _Case:
     # Memory
 
     def arrange(self, arguments: dict) -> None:
-        """Lay the arguments out in memory; `tensors` has them by name, with the parts of tuples."""
+        """Lay the arguments out in memory; set `self.tensors`, with parts of tuples, by name."""
         self.plain = {n: x for n, x in arguments.items() if not _has_tensors(x)}
         tensors = dict(_tensors(arguments))
         forms, cycle = {}, self.case["forms"] or ["dense"]
@@ -119,7 +120,8 @@ class _Case:
     ) -> dict:
         """Return the arguments of a call.
 
-        wide: the dtype of copies for the formula. noise: changes these by as much as rounding does.
+        wide: the dtype of copies for the formula; None: the tensors themselves.
+        noise: changes the copies by as much as rounding does.
         """
         tensors = {}
         for name, x in self.tensors.items():
@@ -145,8 +147,7 @@ class _Case:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the computation; that of fp64 only if all inputs and
-        results are fp64."""
+        """Unit roundoff of the computation; fp64's only if all inputs and results are fp64."""
         dtypes = [x.dtype for x in self.tensors.values() if x.is_floating_point()]
         if all(dtype == torch.float64 for dtype in dtypes + self.results_dtypes):
             return 2.0**-53
@@ -169,8 +170,7 @@ class _Case:
         return None
 
     def expected(self, keep, seeds) -> tuple[dict, dict, dict]:
-        """Return, by name: the expected values, their tolerances, and which
-        elements are specified."""
+        """Return expected values, tolerances, and which elements are specified, each by name."""
         right = self.by_formula(keep, seeds)
         noise = torch.Generator().manual_seed(1)
         off = [self.by_formula(keep, seeds, noise) for _ in range(2)]
@@ -179,7 +179,7 @@ class _Case:
         met = self.target.met(self.arguments(wide=torch.float64)) if self.wrt else 0.0
         for name, (value, part) in right.items():
             deviation = max(_largest(other[name][0] - value) for other in off)
-            # A sum that cancels consists of rounding errors, in the formula too.
+            # If a sum cancels, its result consists of rounding errors. The fp32 formula shows them.
             deviation += _largest(narrow[name][0] - value) * self.unit / FP32
             size = max(met if name.startswith("gradient") else 0.0, _largest(value))
             limits[name] = self.roundings * (deviation + self.unit * size)
@@ -188,8 +188,7 @@ class _Case:
 
     @property
     def roundings(self) -> int:
-        """How many roundings are allowed; few for narrow dtypes, or the tolerance would cover
-        everything."""
+        """Allowed number of roundings; few for narrow dtypes, as more would accept any result."""
         return self.target.roundings if self.unit <= FP32 else 6
 
     def by_formula(self, keep, seeds, noise=None, dtype=torch.float64) -> dict:
@@ -217,11 +216,10 @@ class _Case:
     # Bits
 
     def promises_bits(self) -> bool:
-        """Whether docs/invariance.md promises the same bits alone for this call.
+        """Return whether docs/invariance.md promises that sequences have the same bits alone.
 
-        It must pack sequences and not run by the reference. Raw betas are excluded: PyTorch's
-        sigmoid on
-        CPUs is not invariant.
+        The call must pack sequences and must not run by the reference. Raw betas are excluded,
+        because PyTorch's sigmoid on CPUs is not invariant.
         """
         arguments = self.arguments()
         if arguments.get("cu_seqlens") is None or self.writes or not self.target.tokens:
@@ -233,7 +231,10 @@ class _Case:
         return chosen != ["reference"] and not self.case["settings"].get("before")
 
     def compare_with_alone(self, actual: dict) -> None:
-        """Each sequence's outputs and final state have the bits of a call with it alone."""
+        """Raise Wrong unless each sequence has the bits of a call with this sequence alone.
+
+        Outputs and final states are compared.
+        """
         arguments = {
             n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in self.arguments().items()
         }
@@ -282,7 +283,10 @@ class _Case:
             self.compare_with_alone(actual)
 
     def follows_none(self, actual: dict) -> bool:
-        """Whether wrong indices had no effect: outputs empty, nothing written. False if eager."""
+        """Return whether wrong indices had no effect: outputs empty, nothing written.
+
+        False for eager calls, which must raise.
+        """
         outputs = [x for name, x in actual.items() if name.startswith("output")]
         same = all(
             torch.equal(memory.bits(actual[name]), memory.bits(self.before[name]))
@@ -363,7 +367,10 @@ class _Case:
     # Transforms
 
     def transform(self) -> None:
-        """The transform of the function gives that of the formula, or is refused by name."""
+        """Compare a transform of the function with that of the formula.
+
+        A function may refuse a transform with an error that names an argument.
+        """
         wrt = tuple(n for n in self.target.wrt if n in self.tensors)
         if self.target.inference(self.case["settings"]):
             return
@@ -425,7 +432,7 @@ class _Case:
         return max(torch.finfo(dtype).eps for dtype in given + self.results_dtypes)
 
     def twice(self, arguments, wrt, seeds) -> None:
-        """The second derivative may be missing, but then it must be refused by name."""
+        """Compare second derivatives. A missing one must be refused by an error, not be None."""
         leaves = {name: arguments[name].requires_grad_() for name in wrt}
         outputs = [out for out in ways.listed(self.function(**arguments)) if out is not None]
         pairs = [(o, s.to(o.dtype)) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]

@@ -1,7 +1,7 @@
 """Memory layouts: the same values in many layouts, surrounded by NaN.
 
-The surrounding memory is NaN (the smallest value for integers), so reading beside a tensor shows in
-the result. It is compared afterwards, so writing beside it shows too.
+The surrounding memory is NaN (the smallest value for integers), so a read beside a tensor makes the
+result wrong. The memory is compared after the call, so a write beside a tensor is found, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Memory:
         self.before = bits(self.base).clone()
 
     def touched(self, writable: tuple[str, ...]) -> str | None:
-        """Say what memory was written outside the `writable` arguments; return None if none was."""
+        """Return a sentence if memory outside the `writable` arguments was written, else None."""
         wrong = bits(self.base) != self.before
         for name in set(writable) & self.views.keys():
             view = self.views[name]
@@ -51,8 +51,7 @@ class Memory:
         return set(places.flatten().tolist())
 
     def overlapping(self, written: tuple[str, ...]) -> str | None:
-        """Return an argument to be written that shares elements with another or
-        itself, else None."""
+        """Return a written argument that overlaps itself or another argument, or None."""
         for name in set(written) & self.views.keys():
             if is_expanded(self.views[name]):
                 return name

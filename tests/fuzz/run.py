@@ -113,7 +113,7 @@ class Search:
     def _next(
         self, function: str, examples: int, start: int | None, verdicts: dict
     ) -> Finding | None:
-        """Return the next finding, None if there is none. verdicts: of cases judged before."""
+        """Return the next finding, or None. verdicts: by case, of the cases judged before."""
         failed, first = [], []
 
         @settings(
@@ -155,8 +155,10 @@ class Search:
         return finding
 
     def _is_known(self, case: dict, verdict: str) -> bool:
-        """Whether a known finding has the same kind, and no setting that is
-        simplest in this case."""
+        """Return whether a finding of the same kind is known, whose settings this case has too.
+
+        Only settings count that differ from their simplest value.
+        """
         return any(kind(case, verdict) == k and of <= chosen(case) for k, of in self.known)
 
 
@@ -168,7 +170,8 @@ def chosen(case: dict) -> set[str]:
 def kind(case: dict, verdict: str) -> tuple:
     """Return a key: findings with equal keys count as the same.
 
-    A transform that is unsupported is so for all functions, so its key does not have the function.
+    If a transform is unsupported, it is so for all functions. So keys of transforms do not contain
+    the function.
     """
     words = re.sub(r"[-+]?\d[\d.e+-]*|0x\w+|\[.*?\]", "#", verdict)
     special = [n for n in ("rewrite", "malformed") if case[n]]

@@ -34,20 +34,20 @@ class Target:
     """A public function.
 
     formula: what it computes, see `formula.py`.
-    fields: of the settings: a tuple of all values, the simplest first, or `Drawn`.
+    fields: settings by name: a tuple of all values, the simplest first, or `Drawn`.
     make: (settings, draw) -> arguments.
     wrt: arguments with a gradient.
     indices: arguments with index values.
     writes: settings -> arguments that it overwrites.
     inference: settings -> whether it has no gradient.
     forms: (argument, settings) -> allowed memory layouts; None: any.
-    roundings: how often an output may be rounded, relative to its largest number.
-    loose: intermediate results have the inputs' dtype; else they have fp32.
-    met: arguments -> the largest intermediate number of the gradients. These may cancel, which in
-    the formula they do exactly.
+    roundings: allowed error of an output, in roundings of its largest number.
+    loose: whether intermediate results have the inputs' dtype instead of fp32.
+    met: arguments -> the largest intermediate number of the gradients. The tolerance needs it where
+      such numbers cancel: the formula, in fp64, shows only the small result.
     tokens: arguments with a row per token, [1, T, ...].
-    states: arguments with a row per sequence. With `tokens` and `states`, a packed sequence is also
-      compared with itself alone, bit for bit, see `judge`.
+    states: arguments with a row per sequence. `judge` uses `tokens` and `states` to compare each
+      packed sequence, bit for bit, with a call that has only this sequence.
     drops: (arguments, outputs) -> which elements dropout kept, for the formula's argument `keep`.
     """
 
@@ -155,8 +155,8 @@ def ranks(s) -> dict:
 def packed(s, draw, tokens_name="tokens"):
     """Return (batch, tokens, cu_seqlens).
 
-    They come from the settings "lengths" and "behind", the number of unowned tokens, or from
-    "batch" and "tokens".
+    They come from the settings "lengths" and "behind", the number of tokens after the last
+    sequence, or from "batch" and "tokens".
     """
     if s["lengths"] is None:
         return s["batch"], s[tokens_name], None

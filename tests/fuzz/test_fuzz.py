@@ -69,7 +69,7 @@ def plus(amount):
 
 
 def remembers(x, eps=1e-6, output_dtype=None, *, dim=-1, known={}):  # noqa: B006
-    """A wrong l2norm that recognises its input by address and version."""
+    """A wrong l2norm that caches its result by the input's address and version."""
     key = x.data_ptr(), x._version
     if key not in known:
         known.clear()
@@ -156,7 +156,7 @@ def test_it_finds_a_last_bit_that_depends_on_other_sequences(monkeypatch):
 
 
 def test_it_finds_what_is_taken_for_a_table(monkeypatch):
-    """A preferences file is read without checks."""
+    """The fault: preference files are read without checks."""
     seeds = [seed for seed in range(12) if judge(case(way="preferred", seed=seed)) is None]
     assert len(seeds) == 12
     unchecked = lambda path: json.loads(path.read_text()) if path.is_file() else {"rows": []}  # noqa: E731
@@ -194,7 +194,9 @@ def test_a_line_repeats_a_case():
 
 
 def test_torch_makes_no_dual_of_expanded_memory():
-    """The reason for which transforms are judged with clones; they can go when this test fails.
+    """The reason why `judge` clones expanded inputs of transforms.
+
+    If this test fails, the clones can go.
 
     torch gives a tangent the strides of its primal before it calls any function, and cannot write
     to expanded memory.

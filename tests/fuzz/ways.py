@@ -1,4 +1,4 @@
-"""Ways to call a function. Each returns its outputs, and gradients if wanted."""
+"""Ways to call a function, and gradients and transforms of a function."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TRANSFORMS = ("func.grad", "func.jvp", "forward AD", "func.vmap", "twice")
 
 
 class Watching(TorchDispatchMode):
-    """A mode that does nothing, in place of a profiler, an op counter or selective
-    checkpointing."""
+    """A dispatch mode that changes nothing: a profiler, an op counter or selective checkpointing
+    would be such a mode."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -117,7 +117,7 @@ def gradients(outputs: list, leaves: dict, seeds: list) -> dict:
 
 
 def transformed(function, arguments: dict, wrt: tuple[str, ...], transform: str, directions: dict):
-    """Return results of a transform of `function` by name, and the transformed formula's name.
+    """Return the results of a transform of `function`, by name.
 
     directions: tangents for forward mode, gradients of outputs for reverse mode.
     """

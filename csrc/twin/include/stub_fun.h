@@ -1,4 +1,4 @@
-// What AscendC's headers include for the instructions in a build for a CPU. Ours: csrc/twin.
+// In a CPU build, AscendC's headers include this file for the instructions. They are in csrc/twin.
 #pragma once
 
 #include <csignal>
@@ -17,7 +17,7 @@
 #include "twin/types.h"
 
 namespace npu_ops::twin {
-// The result of an instruction that the twin does not have: the headers use it as a number.
+// The result of an instruction that the twin does not emulate. The headers use it as a number.
 struct Nothing {
   template <class T>
   operator T() const {

@@ -55,7 +55,7 @@ def in_heads(x, layout, heads):
 
 
 def from_heads(x, layout):
-    """The inverse of `in_heads`."""
+    """Undo `in_heads`."""
     order = {"BSH": "BSND", "SBH": "SBND", "TND": "BSND"}.get(layout, layout)
     x = x.permute(["BNSD".index(axis) for axis in order])
     x = x[0] if layout == "TND" else x
@@ -142,7 +142,7 @@ def attention(
     )
     if paged and v.dim() == 3:
         dim = v.shape[-1] // key_heads
-    if layout == "TND":  # with unowned tokens
+    if layout == "TND":  # may have tokens after the last sequence
         behind = q.shape[0] - of_q[-1][1]
         out = torch.cat([*(o for o, _ in found), wide_q.new_zeros(heads, behind, dim)], 1)[None]
         lse = torch.cat([*(s for _, s in found), wide_q.new_zeros(heads, behind)], 1)
@@ -269,7 +269,10 @@ def heads_in(x, layout, packed_q):
 
 
 def identity(v, layout, heads, dim, arguments):
-    """Return values that show the weights: key j's is 1 at j, counted within its sequence."""
+    """Return one-hot values, so that the output is the attention weights.
+
+    The value of key j, counted within its sequence, is 1 at j.
+    """
     keys = v.shape[0] if layout == "TND" else dim
     where = torch.arange(keys, device="cpu")
     if layout == "TND":
@@ -297,8 +300,8 @@ def hide_blocks(k, v, table, lengths, size, layout):
 def forms(name, s):
     """Return the forms that an argument may have, None for any.
 
-    Values that show dropped weights differ between keys, and hidden rows differ from others, so
-    they cannot be expanded from one copy.
+    One-hot values (see `identity`) and hidden rows differ within an argument, so it cannot be
+    expanded from one copy.
     """
     own = (name == "v" and s["p"]) or (name in ("k", "v", "block_table") and s["hide"])
     return tuple(form for form in FORMS if form != "expanded") if own else None
@@ -307,8 +310,9 @@ def forms(name, s):
 def largest_product(arguments):
     """Return a bound on the products of v and the output's gradient.
 
-    Softmax's gradient subtracts the mean of a row of them; with one key only their rounding errors
-    remain. They reach the gradients of q, k and the bias, for the bias without the scale.
+    Softmax's gradient subtracts the weighted mean of a row of these products. With one key, only
+    rounding errors remain. They reach the gradients of q, k and the bias; that of the bias has no
+    factor scale.
     """
     q, k, v = (arguments[name].detach() for name in "qkv")
     if not (q.numel() and k.numel() and v.numel()):

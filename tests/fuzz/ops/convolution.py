@@ -69,8 +69,10 @@ def causal_conv1d(
 def of_pool(
     x, weight, bias, residual, activation, cu_seqlens, pool, indices, has_initial_state, pad
 ):  # fmt: skip
-    """Convolve with a pool: a sequence reads its slot's first W - 1 columns and
-    writes them back."""
+    """Convolve with a pool of states.
+
+    A sequence reads the first W - 1 columns of its slot and overwrites them.
+    """
     history = weight.shape[1] - 1
     count = len(sequences_of(x, cu_seqlens))
     slot_of = list(range(count)) if indices is None else indices.tolist()
@@ -176,9 +178,9 @@ def conv_arguments(s, draw, channels):
     if s["state"] and s["hide"] and not s["final"]:
         state[..., 0] = NAN
     x = draw.normal(batch, tokens, channels, dtype=dtype)
-    if s["broken"] and x.numel():  # must not reach other sequences
+    if s["broken"] and x.numel():  # the NaN must not reach other sequences
         x[0, 0] = NAN
-    if s["hide"] and starts is not None:  # unowned rows are not read
+    if s["hide"] and starts is not None:  # rows of no sequence are not read
         x[0, int(starts[-1]) :] = NAN
     return {
         "x": x,
@@ -278,7 +280,7 @@ def make_causal_conv1d_update(s, draw):
             if batch:
                 chosen[int(draw.integers(batch))] = -1
             arguments["intermediate_state_indices"] = chosen
-    if s["hide"] and indices is not None:  # rows of a skipped sequence
+    if s["hide"] and indices is not None:  # invalid values of skipped sequences, not to be read
         for name in ("num_accepted_tokens", "intermediate_state_indices"):
             if arguments.get(name) is not None:
                 arguments[name][indices == (s["pad"] or -1)] = 77

@@ -24,8 +24,10 @@ from fuzz.target import (
 
 
 def delta_rule(state, q, k, v, beta, log_decay):
-    """Advance one token: state `[HV, K, V]`, q and k `[HV, K]`, v `[HV, V]`, beta
-    `[HV, 1 or V]`."""
+    """Return the state after one token, and its output.
+
+    state: `[HV, K, V]`. q, k: `[HV, K]`. v: `[HV, V]`. beta: `[HV, 1 or V]`.
+    """
     state = state * torch.exp(log_decay)
     recalled = torch.einsum("hkv,hk->hv", state, k)
     state = state + torch.einsum("hk,hv->hkv", k, beta * (v - recalled))
@@ -37,7 +39,7 @@ def gated_delta_rule(
     use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
     state_v_first, cu_seqlens, chunk_size=None,
 ):  # fmt: skip
-    """With chunk_size, also return the state before each chunk."""
+    """Return o and the final state; with chunk_size, also the state before each chunk."""
     (batch, length, heads, keys), (value_heads, values) = q.shape, v.shape[2:]
     if use_qk_l2norm_in_kernel:
         q, k = unit(q, 1e-6), unit(k, 1e-6)
@@ -256,7 +258,7 @@ def rule_arguments(s, draw):
         ),
         "A_log": None, "dt_bias": None,
     }  # fmt: skip
-    if s["broken"] and arguments["v"].numel():  # must not reach other sequences
+    if s["broken"] and arguments["v"].numel():  # the NaN must not reach other sequences
         arguments["v"][0, 0] = NAN
     if s["gate"]:
         arguments["A_log"] = draw.normal(value_heads, dtype=wide) - 2
@@ -365,7 +367,7 @@ def make_rule_update(s, draw):
             if count and not s["accepted"]:
                 places[int(draw.integers(count))] = -1
             arguments["intermediate_state_indices"] = places
-    if s["hide"]:  # rows of a skipped sequence
+    if s["hide"]:  # invalid values of skipped sequences, which must not be read
         skipped = (indices == -1).view(count, -1).all(1)
         for name in ("num_accepted_tokens", "intermediate_state_indices"):
             if name in arguments:
@@ -374,7 +376,7 @@ def make_rule_update(s, draw):
 
 
 def pool_forms(name, s):
-    """There may be gaps between states, but each state is dense."""
+    """Return the forms of an argument: states may have gaps between them, but each is dense."""
     return ("dense", "inside", "apart") if name in ("state", "intermediate_states") else None
 
 

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with its own matrix."""
+"""grouped_linear: products of groups of rows, each group with its own matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of rows with one matrix."""
+"""linear: products of rows with one matrix."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def make_gdn_gate(s, draw):
 
 
 def make_swiglu(s, draw):
-    """With a large `size` the gates saturate."""
+    """Return the arguments of swiglu. With a large `size` the gates saturate."""
     shape, dtype, size = s["shape"], s["dtype"], s["size"]
     if s["in_one"]:
         return {"gate": draw.normal(*shape, 2 * s["dim"], dtype=dtype) * size}
@@ -136,7 +136,7 @@ def make_bias_dropout_add(s, draw):
 
 
 def dropped_elements(arguments, outputs):
-    """Return which elements bias_dropout_add kept: those that differ from the residual."""
+    """Return which elements dropout kept: those whose output differs from the residual."""
     if not (arguments["training"] and arguments["p"]):
         return None
     residual = arguments["residual"]
@@ -151,7 +151,7 @@ def of_rms_norm(formula, add: bool):
         zero_centered=NO, add=(add,),
     )  # fmt: skip
     wrt = ("x", "residual", "weight") if add else ("x", "weight")
-    # add_rms_norm normalises the rounded sum.
+    # loose: add_rms_norm rounds the sum to the inputs' dtype and normalises the rounded sum.
     return Target(formula, settings, make_rms_norm, wrt, loose=add)
 
 

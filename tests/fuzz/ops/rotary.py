@@ -43,7 +43,7 @@ def over_heads(table, layout):
 
 
 def rotate_both(q, k, cos, sin, layout, pair_layout, inverse, inplace):
-    """Rotate q and k by each token's own cos and sin: `[B or 1, S, R]`."""
+    """Rotate q and k by cos and sin of each token, `[B or 1, S, R]`."""
     cos, sin = (over_heads(table, layout) for table in (cos, sin))
     return [
         Out(None if x is None else rotated(x, cos, sin, pair_layout, inverse), name)
@@ -55,9 +55,9 @@ def rotate_both(q, k, cos, sin, layout, pair_layout, inverse, inplace):
 
 
 def of_sequences(q, k, rows):
-    """Return TND q and k with unowned tokens set to 0, and each token's table row as `[1, T]`.
+    """Return TND q and k with tokens of no sequence set to 0, and the tokens' table rows `[1, T]`.
 
-    rows: table rows of the tokens in sequences, which come first. Unowned tokens get row 0.
+    rows: table rows of the tokens of sequences, which come first. Tokens of no sequence get row 0.
     """
     inside = (torch.arange(len(q)) < len(rows))[:, None, None]
     q, k = (x if x is None else torch.where(inside, x, 0.0) for x in (q, k))
@@ -220,7 +220,7 @@ def rotary_width(s):
 
 
 def make_table(s, draw, *shape):
-    """Return cos and sin `[..., W]`; for an inverse both elements of a pair have one angle."""
+    """Return cos and sin `[..., W]`; for an inverse, a pair's elements have the same angle."""
     width = rotary_width(s)
     if s["half"]:
         return [draw.normal(*shape, width // 2, dtype=s["table"]) for _ in range(2)]
@@ -291,7 +291,8 @@ def make_freqs(s, draw):
 
 
 def sections(s, frequencies):
-    """Return how many frequencies T, H and W have; interleaved, H and W have at most a third."""
+    """Return how many frequencies T, H and W have. H and W have at most a third each, because the
+    interleaved layout allows no more."""
     h, w = frequencies // 3, frequencies // 4
     return [frequencies - h - w, h, w]
 

@@ -1,3 +1,3 @@
-// Where kernels for devices find the matrix interface.
+// Kernels include this path for the matrix interface.
 #pragma once
 #include <include/adv_api/matmul/matmul_intf.h>

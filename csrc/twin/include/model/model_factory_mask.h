@@ -1,4 +1,4 @@
-// The mask register, as the vendor's checks ask for it.
+// Functions through which the vendor's checks read the mask register.
 #pragma once
 
 #include <cstdint>

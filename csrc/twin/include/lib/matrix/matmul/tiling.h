@@ -1,3 +1,3 @@
-// Where kernels for devices find the tiling of the matrix interface.
+// Kernels include this path for the tiling of the matrix interface.
 #pragma once
 #include <include/adv_api/matmul/tiling.h>
