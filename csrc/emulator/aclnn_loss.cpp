@@ -74,7 +74,8 @@ bool any(const Tensor& optional) { return optional && optional->numel() > 0; }
 // Returns which rows have a label that is not ignored. Rejects labels that are no class: a device
 // would use them as addresses.
 at::Tensor counted(const at::Tensor& target, int64_t classes, int64_t ignore_index) {
-  const at::Tensor wanted = target != (ignore_index < 0 ? -1 : ignore_index);
+  at::Tensor wanted = target != ignore_index;
+  if (ignore_index < 0) wanted.fill_(true);
   const at::Tensor outside = (target < 0).logical_or(target >= classes).logical_and(wanted);
   need(!outside.any().item<bool>(), "target: got a label outside [0, ", classes,
        "), which reads other memory; an ignore_index below 0 ignores no label");

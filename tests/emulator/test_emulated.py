@@ -234,6 +234,7 @@ def test_values_that_read_other_memory():
     calls = {
         # torch ignores this label; the device would read memory before the row.
         "npu_cross_entropy_loss(x, torch.tensor([0, 2, -100]).npu())": "a label outside [0, 4)",
+        "npu_cross_entropy_loss(x, torch.tensor([0, 2, -1]).npu())": "a label outside [0, 4)",
         "npu_moe_token_permute(x, torch.tensor([0, -1, 2]).npu())": "indices: got one outside",
         "npu_grouped_matmul([x.t()], [x], group_list=torch.tensor([2, 4]).npu(), split_item=3,"
         "group_type=2)": "a group that ends at 4 after one that ends at 2, needs 2 to 3",

@@ -3,6 +3,10 @@
 A program loops over tiles of tokens. It loads a tile's coefficients once, and normalises and
 rotates all heads of q and of k with them. A tile is [BT tokens, BH heads]. A head has three parts:
 the first and the second elements of its pairs, [P] each, and the tail that is not rotated, [BD].
+
+If the tail, rounded up to a power of 2, is as long as the head (192 of 256 elements: 256), the
+kernels load the whole head as the tail, without a mask. Before each masked load, Ascend's compiler
+fills the buffer with zeros, and no load overlaps with computation.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_directio
 # Whether pairs are interleaved -> elements in a tile, from the bytes that the vendor's compiler
 # reserves on chip per element (fp32). Splitting interleaved pairs takes more memory.
 TILE = {False: tile_elements(48), True: tile_elements(96)}
-BACKWARD_TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Maximum number of tokens in a tile. The coefficients of three axes are on chip, too. With more
 # than one token, the compiler copies them for every head, which does not fit in the backward.
 TOKENS, BACKWARD_TOKENS = 4, 1
@@ -33,8 +36,8 @@ def _load_head(x, exists, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr
                BH: tl.constexpr):  # fmt: skip
     """Load heads `[BT, BH, ..]` as fp32: first elements of pairs, second elements, and the tail.
 
-    The tail is the part of a head that is not rotated; it is meaningless if TAIL is 0. Masked
-    elements are 0.
+    The tail is the part of a head that is not rotated, or the whole head; it is meaningless if
+    TAIL is 0. Masked elements are 0.
     """
     if INTERLEAVED:  # one contiguous load, split on chip: strided loads are slow
         e = tl.arange(0, 2 * P)[None, None, :]
@@ -48,7 +51,10 @@ def _load_head(x, exists, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr
     tail = first
     if TAIL > 0:
         d = tl.arange(0, BD)[None, None, :]
-        tail = tl.load(x + 2 * PAIRS + d, mask=exists & (d < TAIL), other=0.0).to(tl.float32)
+        if BD == 2 * PAIRS + TAIL:
+            tail = tl.load(x + d, mask=exists, other=0.0).to(tl.float32)
+        else:
+            tail = tl.load(x + 2 * PAIRS + d, mask=exists & (d < TAIL), other=0.0).to(tl.float32)
     return first, second, tail
 
 
@@ -68,28 +74,40 @@ def _store_head(out, first, second, tail, exists, P: tl.constexpr, PAIRS: tl.con
         tl.store(out + j + PAIRS, second.to(dtype), mask=mask)
     if TAIL > 0:
         d = tl.arange(0, BD)[None, None, :]
-        tl.store(out + 2 * PAIRS + d, tail.to(dtype), mask=exists & (d < TAIL))
+        if BD == 2 * PAIRS + TAIL:
+            tl.store(out + d, tail.to(dtype), mask=exists & (d >= 2 * PAIRS))
+        else:
+            tl.store(out + 2 * PAIRS + d, tail.to(dtype), mask=exists & (d < TAIL))
 
 
 @triton.jit
 def _multipliers(weight, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
                  TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
                  ZERO_CENTERED: tl.constexpr):  # fmt: skip
-    """Load the norm's weight, or 1 + weight, in the layout of `_load_head`."""
+    """Load the norm's weight, or 1 + weight, in the layout of `_load_head`.
+
+    Where a tail is the whole head, its elements that are rotated have weight 0.
+    """
     first, second, tail = _load_head(
         weight, tl.full((1, 1, 1), True, tl.int1), P, PAIRS, BD, TAIL, INTERLEAVED, 1, 1
     )
     if ZERO_CENTERED:
         first, second, tail = first + 1.0, second + 1.0, tail + 1.0
+    if BD == 2 * PAIRS + TAIL:
+        tail = tl.where(tl.arange(0, BD)[None, None, :] >= 2 * PAIRS, tail, 0.0)
     return first, second, tail
 
 
 @triton.jit
-def _reciprocal_rms(first, second, tail, eps, D: tl.constexpr, TAIL: tl.constexpr):
+def _reciprocal_rms(first, second, tail, eps, D: tl.constexpr, BD: tl.constexpr,
+                    TAIL: tl.constexpr):  # fmt: skip
     """Return 1 / RMS of each head, `[BT, BH, 1]`."""
-    squares = tl.sum(first * first + second * second, axis=2)
-    if TAIL > 0:
-        squares += tl.sum(tail * tail, axis=2)
+    if TAIL > 0 and BD == D:
+        squares = tl.sum(tail * tail, axis=2)
+    else:
+        squares = tl.sum(first * first + second * second, axis=2)
+        if TAIL > 0:
+            squares += tl.sum(tail * tail, axis=2)
     return (1.0 / tl.sqrt(squares / D + eps))[:, :, None]
 
 
@@ -170,7 +188,7 @@ def _heads_forward(
         x1, x2, x3 = _load_head(
             x + x_row + at * x_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
         )
-        r = _reciprocal_rms(x1, x2, x3, eps, D, TAIL)
+        r = _reciprocal_rms(x1, x2, x3, eps, D, BD, TAIL)
         y1, y2, y3 = x1 * cos1 + x2 * across1, x2 * cos2 + x1 * across2, x3
         if TAIL > 0:
             y3 = x3 * w3 * r
@@ -201,7 +219,7 @@ def _heads_backward(
         )
         y1 = g1 * cos1 + g2 * across1
         y2 = g2 * cos2 + g1 * across2
-        r = _reciprocal_rms(x1, x2, x3, eps, D, TAIL)
+        r = _reciprocal_rms(x1, x2, x3, eps, D, BD, TAIL)
         r = tl.where(exists, r, 0.0)  # where there is no head, r is infinite if eps is 0
         n1, n2 = x1 * r, x2 * r
         dot = tl.sum(y1 * w1 * n1 + y2 * w2 * n2, axis=2)
@@ -360,7 +378,7 @@ def qk_norm_rope(
         cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
     )
     sizes = _tiles(
-        TILE, q_weight.shape[0], rotary_dim, num_heads, num_kv_heads, angles, TOKENS, qkv.device
+        q_weight.shape[0], rotary_dim, num_heads, num_kv_heads, angles, TOKENS, qkv.device
     )
     items = batch * cdiv(length, sizes["BT"])
     _qk_norm_rope_kernel[vector_grid(items, qkv.device)](
@@ -386,10 +404,7 @@ def qk_norm_rope_backward(
     angles, strides = _angles(
         cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
     )
-    sizes = _tiles(
-        BACKWARD_TILE, dim, rotary_dim, num_heads, num_kv_heads, angles, BACKWARD_TOKENS,
-        qkv.device,
-    )  # fmt: skip
+    sizes = _tiles(dim, rotary_dim, num_heads, num_kv_heads, angles, BACKWARD_TOKENS, qkv.device)
     items = batch * cdiv(length, sizes["BT"])
     piece_tiles = cdiv(items, PIECES)
     pieces = cdiv(items, piece_tiles)
@@ -437,8 +452,8 @@ def _angles(cos, sin, positions, mrope_section, section_layout, pair_layout, rot
 
 
 def _tiles(
-    tile: dict, dim: int, rotary_dim: int, heads: int, kv_heads: int, angles: dict,
-    most_tokens: int, device: torch.device,
+    dim: int, rotary_dim: int, heads: int, kv_heads: int, angles: dict, most_tokens: int,
+    device: torch.device,
 ) -> dict:  # fmt: skip
     """Return the shape of a tile that fits on chip. It depends on the model, never on lengths."""
     pairs, tail = max(NARROWEST, next_power_of_2(rotary_dim // 2)), dim - rotary_dim
@@ -448,7 +463,7 @@ def _tiles(
     width = 2 * pairs + (padded_tail if tail else 0)
     if most_tokens > 1:  # the forward kernel has room for a tail's padding
         width = min(width, next_power_of_2(dim))
-    fits = max(1, tile[angles["INTERLEAVED"]] // width)  # heads of tokens in a tile
+    fits = max(1, TILE[angles["INTERLEAVED"]] // width)  # heads of tokens in a tile
     fits = next_power_of_2(fits + 1) // 2
     q_heads = min(fits, next_power_of_2(heads))
     tokens = 1 if angles["INDEXED"] else min(most_tokens, fits // q_heads)

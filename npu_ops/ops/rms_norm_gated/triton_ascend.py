@@ -25,13 +25,15 @@ PIECES = 48
 
 @triton.jit
 def _activate(z, SILU: tl.constexpr):
-    """Return silu or sigmoid and its derivative, from exp(-|z|), which cannot overflow."""
-    e = tl.exp(0.0 - tl.abs(z))
-    gate = tl.where(z >= 0, 1.0, e) / (1.0 + e)
-    slope = e / ((1.0 + e) * (1.0 + e))
+    """Return silu or sigmoid and its derivative. No infinite exponential reaches the results."""
     if SILU:
-        slope = gate + z * slope
-        gate = z * gate
+        s = sigmoid(z)
+        gate = z * s
+        slope = s * (z - gate + 1.0)
+    else:  # 1 - sigmoid(z) would cancel
+        e = tl.exp(0.0 - tl.abs(z))
+        gate = tl.where(z >= 0, 1.0, e) / (1.0 + e)
+        slope = e / ((1.0 + e) * (1.0 + e))
     return gate, slope
 
 
@@ -86,9 +88,8 @@ def _rms_norm_gated_kernel(
 
 
 @triton.jit
-def _gradients(grad, x, z, w, r, along, BEFORE: tl.constexpr, SILU: tl.constexpr):
+def _gradients(grad, x, w, gate, slope, r, along, BEFORE: tl.constexpr):
     """Return the gradients of x and z, and the terms of weight's gradient; see reference.py."""
-    gate, slope = _activate(z, SILU)
     if BEFORE:
         of_weight = grad * (x * r)
         of_x = r * (grad * w * gate - x * along)
@@ -104,9 +105,8 @@ def _gradients(grad, x, z, w, r, along, BEFORE: tl.constexpr, SILU: tl.constexpr
 
 
 @triton.jit
-def _normalised(grad, x, z, w, BEFORE: tl.constexpr, SILU: tl.constexpr):
+def _normalised(grad, x, w, gate, BEFORE: tl.constexpr):
     """Return the value that is normalised, and the gradient of its normalised form."""
-    gate, _ = _activate(z, SILU)
     if BEFORE:
         u = x
         grad_n = grad * w * gate
@@ -144,12 +144,13 @@ def _rms_norm_gated_backward_kernel(
             mask = exists & (c < D)
             g = _load(grad, _offsets(o, i, c, g_outer, g_inner), mask)
             value = _load(x, _offsets(o, i, c, x_outer, x_inner), mask)
-            gate = _load(z, _offsets(o, i, c, z_outer, z_inner), mask)
-            u, grad_n = _normalised(g, value, gate, w, BEFORE, SILU)
+            z_value = _load(z, _offsets(o, i, c, z_outer, z_inner), mask)
+            gate, slope = _activate(z_value, SILU)
+            u, grad_n = _normalised(g, value, w, gate, BEFORE)
             r = (1.0 / tl.sqrt(tl.sum(u * u, axis=2) / D + eps))[:, :, None]
             r = tl.where(exists, r, 0.0)  # where there is no row, r is infinite if eps is 0
             along = r * (r * (tl.sum(grad_n * u, axis=2) / D)[:, :, None])
-            of_x, of_z, of_weight = _gradients(g, value, gate, w, r, along, BEFORE, SILU)
+            of_x, of_z, of_weight = _gradients(g, value, w, gate, slope, r, along, BEFORE)
             _store(grad_x, _offsets(o, i, c, gx_outer, gx_inner), of_x, mask)
             _store(grad_z, _offsets(o, i, c, gz_outer, gz_inner), of_z, mask)
             total += tl.sum(tl.reshape(of_weight, (BO * BI, BD)), axis=0)
@@ -170,15 +171,13 @@ def _rms_norm_gated_wide_kernel(
             d = start + tl.arange(0, BD)
             u = _load(x, _offsets(o, i, d, x_outer, x_inner), d < D)
             if not BEFORE:
-                value = _load(z, _offsets(o, i, d, z_outer, z_inner), d < D)
-                gate, _ = _activate(value, SILU)
-                u = u * gate
+                u = u * _gate(_load(z, _offsets(o, i, d, z_outer, z_inner), d < D), SILU)
             squares += u * u
         r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
         for start in range(0, D, BD):
             d = start + tl.arange(0, BD)
             u = _load(x, _offsets(o, i, d, x_outer, x_inner), d < D)
-            gate, _ = _activate(_load(z, _offsets(o, i, d, z_outer, z_inner), d < D), SILU)
+            gate = _gate(_load(z, _offsets(o, i, d, z_outer, z_inner), d < D), SILU)
             y = u * gate * r * _load(weight, i * weight_inner + d, d < D)
             _store(out, _offsets(o, i, d, out_outer, out_inner), y, d < D)
 
@@ -199,8 +198,8 @@ def _rms_norm_gated_wide_backward_kernel(
             w = _load(weight, i * weight_inner + d, d < D)
             g = _load(grad, _offsets(o, i, d, g_outer, g_inner), d < D)
             value = _load(x, _offsets(o, i, d, x_outer, x_inner), d < D)
-            gate = _load(z, _offsets(o, i, d, z_outer, z_inner), d < D)
-            u, grad_n = _normalised(g, value, gate, w, BEFORE, SILU)
+            gate = _gate(_load(z, _offsets(o, i, d, z_outer, z_inner), d < D), SILU)
+            u, grad_n = _normalised(g, value, w, gate, BEFORE)
             squares += u * u
             dots += grad_n * u
         r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / D + eps)
@@ -211,8 +210,9 @@ def _rms_norm_gated_wide_backward_kernel(
             w = _load(weight, i * weight_inner + d, d < D)
             g = _load(grad, _offsets(o, i, d, g_outer, g_inner), d < D)
             value = _load(x, _offsets(o, i, d, x_outer, x_inner), d < D)
-            gate = _load(z, _offsets(o, i, d, z_outer, z_inner), d < D)
-            of_x, of_z, _ = _gradients(g, value, gate, w, r, along, BEFORE, SILU)
+            z_value = _load(z, _offsets(o, i, d, z_outer, z_inner), d < D)
+            gate, slope = _activate(z_value, SILU)
+            of_x, of_z, _ = _gradients(g, value, w, gate, slope, r, along, BEFORE)
             _store(grad_x, _offsets(o, i, d, gx_outer, gx_inner), of_x, d < D)
             _store(grad_z, _offsets(o, i, d, gz_outer, gz_inner), of_z, d < D)
 
@@ -238,7 +238,7 @@ def _rms_norm_gated_wide_weight_kernel(
             r = tl.load(reciprocals + row * groups + group, mask=row < rows, other=0.0)
             g = _load(grad, _offsets(o, i, d, g_outer, g_inner), mask)
             value = _load(x, _offsets(o, i, d, x_outer, x_inner), mask)
-            gate, _ = _activate(_load(z, _offsets(o, i, d, z_outer, z_inner), mask), SILU)
+            gate = _gate(_load(z, _offsets(o, i, d, z_outer, z_inner), mask), SILU)
             total += g * value * gate * r  # the same formula for both orders of norm and gate
         at = (piece * groups + group).to(tl.int64) * D
         tl.store(sums + at + d, total, mask=d < D)

@@ -14,7 +14,7 @@ import torch
 
 from npu_ops.core import indices, lengths, library, make
 
-# The row of an unowned token (after the last sequence), whose result is 0 (csrc/rope/rotate.h).
+# The row of a token after the last sequence: its result is 0. Also in csrc/rope/rotary_tiling.h.
 NOBODY = -(1 << 30)
 _NO_ROW = -1
 
