@@ -140,7 +140,7 @@ def _size(tiles: collections.Counter) -> int:
 
 
 def table(normalize: bool) -> list[list]:
-    """Return the rows to write, for each kernel and for all together."""
+    """Return the rows of the CSV file: one for each kernel, and one with each pass's total."""
     small, large = moved(512, normalize), moved(1024, normalize)
     through = workspaces(normalize)
     rows = []

@@ -66,7 +66,8 @@ MORE = {
 # Words in the names of tests that take seconds. They do not run, so the score may be too low, but
 # never too high.
 LONG = {"compile", "compiled", "compilation", "opcheck", "threads", "checkpointing"}
-# CPU seconds for the tests of one mutant, and the limit after which it counts as an endless loop.
+# CPU seconds for the tests of one mutant, and the limit after which it counts as an endless loop
+# (twice as long if its code runs at import).
 BUDGET, LIMIT = 30, 60
 
 

@@ -190,7 +190,8 @@ class Update {
             tiling_.before());
   }
 
-  // Stores `count` rows from `first` on as columns of a plane that begins at element `at`.
+  // Stores the rows first .. first + count of the buffer as columns of a [channels, columns] matrix
+  // in `to` that begins at element `at`. `plane` has its strides.
   __aicore__ inline void Store(GM_ADDR to, int64_t at, const Plane& plane, Bytes rows,
                                int32_t first, int32_t count) {
     if (!plane.apart())

@@ -1,5 +1,6 @@
 // Types that AscendC's headers use on Ascend950 beyond device_side.h: registers of the vector unit
-// and narrow numbers. They have no instructions here, so bodies of the headers do not compile.
+// and narrow numbers (fp8, fp4). Instructions on them are not declared, so function bodies in the
+// headers do not compile; device_side.py ignores these errors.
 #pragma once
 
 #define NPU_OPS_GLOBAL __attribute__((address_space(1)))

@@ -358,7 +358,11 @@ def test_scatter_blocks(width, seed):
 
 
 def bursts(call: Call, unit: int):
-    """Yield (target, source, length) of random bursts with gaps between them, in units."""
+    """Yield (target, source, length in bytes) of random bursts with gaps between them.
+
+    target, source: slices that begin where the burst does.
+    unit: lengths and gaps are multiples of so many bytes.
+    """
     call.repeats = int(call.draw.integers(1, 6))
     call.more[0] = int(call.draw.integers(1, 20))
     call.a, call.to = (

@@ -283,7 +283,7 @@ class _Case:
             self.compare_with_alone(actual)
 
     def follows_none(self, actual: dict) -> bool:
-        """Return whether wrong indices had no effect: outputs empty, nothing written.
+        """Return whether a call with invalid arguments did nothing: outputs empty, nothing written.
 
         False for eager calls, which must raise.
         """

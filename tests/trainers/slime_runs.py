@@ -108,7 +108,8 @@ NO_ENGINE = (
     "--disable-rollout-global-dataset", "--rollout-function-path", "slime_doubles.roll_out",
     "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
 )  # fmt: skip
-# SGLang's settings as in tests/adapters/sglang_cpu/engine.py; slime sends its first weights.
+# SGLang's settings, similar to tests/adapters/sglang_cpu/engine.py. SGLang starts with random
+# weights ("dummy"), because slime sends it the trainer's.
 ENGINE = (
     "--input-key", "text", "--custom-rm-path", "slime_engine.reward",
     "--rollout-max-response-len", "12",

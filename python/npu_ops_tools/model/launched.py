@@ -1,4 +1,7 @@
-"""Records the launches of an op's cases as on an SoC: with its core counts, tiles and scalars."""
+"""Records the kernel launches that an op's cases would make on an SoC, without running on it.
+
+Each launch has the SoC's core counts and tiles, and its scalar arguments.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def beside(soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()) -> colle
 def of_call(
     label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()
 ) -> list[Launch]:
-    """Return every launch of a call and of its backward, as on an NPU `soc`."""
+    """Return every launch that a call and its backward would make on an NPU of type `soc`."""
     with recorded(label, interpreted.of_indices) as found, _as_if_on(soc):
         forward_and_backward(function, inputs, wrt)
     return found
@@ -71,7 +74,7 @@ def of_call(
 
 @contextlib.contextmanager
 def _as_if_on(soc: str) -> Iterator[None]:
-    """In a block, treat tensors as if on an NPU `soc`."""
+    """In a `with` block, dispatch and choose tiles as if tensors were on an NPU of type `soc`."""
     target = soc.removesuffix("-1")
     with registry.as_if_on("npu"), hardware.as_if_soc(target, vendor.cores(target)):
         yield

@@ -364,7 +364,8 @@ def compare(prefix: str, unit: float = 1, rounding: float = 2**-6) -> None:
                 assert got.equal(wanted), f"{key}: {name} is {got}, not {wanted}"
                 continue
             compared += 1
-            result = expected.get("output", wanted)  # gradients of it are rounded to its dtype
+            # Gradients may be rounded to the output's dtype.
+            result = expected.get("output", wanted)
             tolerance = tolerance_of(name, {wanted.dtype, result.dtype}, rounding)
             error = (got - wanted).abs().max().item() / max(unit, wanted.abs().max().item())
             assert error <= tolerance, f"{key}: {name} differs by {error:.2e}, over {tolerance}"

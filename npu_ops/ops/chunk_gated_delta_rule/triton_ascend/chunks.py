@@ -84,7 +84,7 @@ def _store_spans(spans, index, first, rows, number):
 @triton.jit(do_not_specialize=["batch", "length", "each", "numbers"])
 def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: tl.constexpr,
                        BLOCK: tl.constexpr):  # fmt: skip
-    """Write spans, starts and firsts for sequences of one length.
+    """Fill `Chunks.spans`, `starts` and `firsts` for sequences of one length.
 
     each: chunks of a sequence. numbers: length of the longest of the three tensors.
     """
@@ -102,7 +102,7 @@ def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: t
 @triton.jit(do_not_specialize=["sequences", "length", "number"])
 def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number, C: tl.constexpr,
                    BLOCK: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Write spans, starts and firsts for packed sequences.
+    """Fill `Chunks.spans`, `starts` and `firsts` for packed sequences.
 
     Each program reads all lengths, and finds the sequence of each of its chunks by comparisons.
 
