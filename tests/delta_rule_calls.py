@@ -41,7 +41,9 @@ def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
 
 
 def assert_flags_are_what_they_say(delta_rule, inputs, tolerance: Tolerance) -> None:
-    """Check each flag against a caller who does its work beforehand: norms, gates and beta.
+    """Check that the flags give the results of a caller who computes norms, gates and beta first.
+
+    All flags are set at once; then once more without `dt_bias` and `allow_neg_eigval`.
 
     inputs: arguments of `delta_rule`; q is `[1, T, H, K]`, with two value heads.
     """

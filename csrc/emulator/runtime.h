@@ -13,8 +13,8 @@
 
 namespace npu_ops::emulator {
 
-// Read from the environment variables NPU_OPS_EMULATOR_*, which python/npu_ops_emulator/settings.py
-// sets.
+// Read from ASCEND_RT_VISIBLE_DEVICES and from NPU_OPS_EMULATOR_*. All of the latter but
+// NPU_OPS_EMULATOR_CANN are set by python/npu_ops_emulator/settings.py.
 struct Settings {
   std::vector<int> visible;  // ids, on the machine, of this process's devices
   int devices;               // the size of `visible`

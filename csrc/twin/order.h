@@ -1,8 +1,8 @@
 // The order of one core's accesses: a vector clock for each pipe.
 //
 // The scalar pipe issues all instructions, so an instruction comes after everything that the scalar
-// pipe has waited for. Otherwise pipes run in parallel; only events (6.6.3) and barriers (6.6.2)
-// order them.
+// pipe has waited for. Otherwise pipes run in parallel; only events and barriers order them (CCE
+// intrinsic guide, 6.6.3 and 6.6.2).
 #pragma once
 
 #include <algorithm>

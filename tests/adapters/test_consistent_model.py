@@ -15,8 +15,8 @@ ON = {
 
 
 def different(device, dtype, mode) -> list[int]:
-    """Return the numbers of prompt logits and decoded logits unlike training's, and
-    of all logits."""
+    """Return how many prompt logits and decoded logits differ from training, and the number of all
+    logits."""
     return numbers(device, mode, "consistent_model.py", dtype)
 
 

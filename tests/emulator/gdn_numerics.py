@@ -31,7 +31,7 @@ MARGIN = 1.05  # equally good kernels differ by the order of their sums
 
 
 def gates(kind: str, shape) -> torch.Tensor:
-    """Return log decays: near 0, some, strong, or those of an untrained layer (`A_log`)."""
+    """Return log decays: "near 0", "some" (moderate), "strong", or "A_log" (an untrained layer)."""
     if kind == "A_log":
         A = torch.empty(shape[-1]).uniform_(0.01, 16)
         return -A * F.softplus(torch.randn(shape) + 1)

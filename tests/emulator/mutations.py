@@ -70,7 +70,10 @@ def arguments(text: str, opening: int) -> list[tuple[int, int]]:
 
 
 def statements(call: str) -> Callable[[str], Iterator[tuple[int, int, int]]]:
-    """Find statements that are a call, or assign one: (start, end, the call's bracket)."""
+    """Return a function that finds statements which only call `call` or assign its result.
+
+    call: a regular expression for the name. The function yields (start, end, position of "(").
+    """
     begin = r"^[ \t]*(?:else )?(?:if \([^()]*\) )?"
     called = rf"((?:\w+ = )?[\w.:\[\]]*?(?:template )?\b(?:{call})(?:<[^;()]*>)?)\("
     pattern = re.compile(begin + called, re.M)

@@ -154,7 +154,10 @@ class Source:
         return path
 
     def _macros(self) -> list[str]:
-        """Return macros for the first object's dtypes, as the wheel's own build defines them."""
+        """Return macros for the dtypes and formats of the first entry in the table of objects.
+
+        The wheel's own build defines the same macros.
+        """
         if self.objects is None:
             return []
         built = json.loads(self.objects.read_text())["binList"][0]

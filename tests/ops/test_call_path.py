@@ -78,7 +78,7 @@ def resident_bytes() -> int:
 
 
 def in_turn(op, *more):
-    """Mark all but every eighth op as slow: they take 10 s each."""
+    """Mark the test of all but every eighth op as slow, because it takes 10 s per op."""
     return pytest.param(op, *more, marks=[pytest.mark.slow] * (list(ops()).index(op) % 8 > 0))
 
 

@@ -14,8 +14,8 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
 from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
 
-# Channels in a block, from the bytes that the vendor's compiler reserves on chip for each channel
-# (fp32, W = 4, windows). Blocks are not wider, so that few sequences still keep many cores busy.
+# Channels in a block. The vendor's compiler reserves 192 bytes on chip for each channel (for fp32,
+# W = 4, and with `window`). Wider blocks would leave cores idle if there are few sequences.
 BLOCK = tile_elements(192)
 # As BLOCK, for states whose channels are not contiguous: a channel takes 32 bytes in every row.
 APART_BLOCK = tile_elements(768)

@@ -45,7 +45,7 @@ add_forward = Operator(
     reference=reference.add_rms_norm,
     lay_out=lay_out_rows(["x", "residual"], ["out", "total"], groups="weight"),
 )
-# Of the forward's tensors, only the sum is saved for the backward.
+# The backward needs weight and total = x + residual, so x, residual and out are not saved.
 add_backward = Backward(
     add_forward,
     f"Tensor grad_out, Tensor? grad_total, Tensor total, {_SETTINGS} -> grad_x, grad_weight",

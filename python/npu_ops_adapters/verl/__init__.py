@@ -3,7 +3,7 @@
 - `npu_patches`: verl's own NPU patches do not overwrite functions that npu-ops has replaced.
 - `ulysses`: layers exchange tokens and heads if Ulysses splits a sequence over ranks.
 - `log_probs`: log-probabilities are in fp32.
-- `vision_position`: a vision tower's position embedding has the bits of the servers.
+- `vision_position`: a vision tower's position embedding equals the servers' bit for bit.
 - `gated_delta_net`: one call of Gated Delta Net computes packed sequences, also with Ulysses.
 """
 

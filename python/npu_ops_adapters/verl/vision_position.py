@@ -1,4 +1,4 @@
-"""With NPU_OPS_CONSISTENT, verl's position embedding of a vision tower has the bits of the servers.
+"""With NPU_OPS_CONSISTENT, verl's vision position embedding equals the servers' bit for bit.
 
 verl sets its own function in transformers' models. Only some versions of transformers call it.
 """
