@@ -152,6 +152,10 @@ CALLS = {
     "bias_dropout_add Qwen3-VL-8B T=8192": case("bias_dropout_add", "qwen3-vl-8b-train-8192-tp1"),
     "l2norm Qwen3-Next T=8192": case("l2norm", "qwen3-next-tp1-t8192"),
     "rms_norm_gated Qwen3-Next T=8192": case("rms_norm_gated", "qwen3-next-tp1-t8192"),
+    "rms_norm Qwen3-8B T=8192": case("rms_norm", "qwen3-8b-t8192"),
+    "rms_norm with a residual, Qwen3-8B T=8192": case("rms_norm", "qwen3-8b-add-t8192"),
+    "linear Qwen3-8B T=4096": case("linear", "qwen3-8b-o-t4096"),
+    "grouped_linear Qwen3-30B-A3B T=8192": case("grouped_linear", "qwen3-30b-a3b-up-t8192"),
     "swiglu Qwen3-8B T=64": case("swiglu", "qwen3-8b-t64"),
     "swiglu Qwen3-8B T=8192": case("swiglu", "qwen3-8b-t8192"),
     "gdn_gate Qwen3-Next T=8192": case("gdn_gate", "qwen3-next-tp1-t8192"),
@@ -173,6 +177,7 @@ CALLS = {
         for batch in (1, 4, 16, 64)
     },
     **{chunked(*sizes): delta_rule(*sizes) for sizes in CHUNKED},
+    "chunk_kda Kimi-Linear-48B T=4096": case("chunk_kda", "kimi-linear-48b-tp1-t4096"),
     **{chunked(*sizes) + ", backward": delta_rule(*sizes, backward=True) for sizes in CHUNKED},
     PACKED: delta_rule(1, 65536, 16, 32, sequences=64),
 }

@@ -20,7 +20,5 @@ struct GdnGateTiling {
 constexpr int64_t kGdnGateQueueBytes = 2 * 4;
 constexpr int64_t kGdnGateFloats = 6, kGdnGateBackwardFloats = 7;
 constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;
-// With more heads, the sums of gradients leave no room for tiles.
-constexpr int64_t kMostHeads = 8192;
 
 }  // namespace npu_ops

@@ -3,11 +3,8 @@
 python -c "import mindspeed_checks; mindspeed_checks.run('ours first')"
 
 with a megatron-core release and `mindspeed` on PYTHONPATH. Prints a line of JSON for each check:
-its name, and null or the error. The argument is the order of imports:
-
-- `ours first`: npu-ops, then MindSpeed
-- `megatron first`: npu-ops, Megatron, then MindSpeed
-- `late`: MindSpeed, then npu-ops
+its name, and null or the error. The argument is the order of imports: `ours first` (npu-ops, then
+MindSpeed), `megatron first` (npu-ops, Megatron, MindSpeed) or `late` (MindSpeed, then npu-ops).
 """
 
 from __future__ import annotations
