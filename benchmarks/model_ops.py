@@ -155,7 +155,6 @@ CALLS = {
     "rms_norm Qwen3-8B T=8192": case("rms_norm", "qwen3-8b-t8192"),
     "rms_norm with a residual, Qwen3-8B T=8192": case("rms_norm", "qwen3-8b-add-t8192"),
     "linear Qwen3-8B T=4096": case("linear", "qwen3-8b-o-t4096"),
-    "grouped_linear Qwen3-30B-A3B T=8192": case("grouped_linear", "qwen3-30b-a3b-up-t8192"),
     "swiglu Qwen3-8B T=64": case("swiglu", "qwen3-8b-t64"),
     "swiglu Qwen3-8B T=8192": case("swiglu", "qwen3-8b-t8192"),
     "gdn_gate Qwen3-Next T=8192": case("gdn_gate", "qwen3-next-tp1-t8192"),
