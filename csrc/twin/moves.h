@@ -70,8 +70,8 @@ inline int64_t whole_blocks(int64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-// 6.5.9.2: bursts of any length. Each fills whole blocks. The rest of the last block gets the
-// padding value or, if left and right are 0, copies of the burst's first element.
+// 6.5.9.2: bursts of any length. Each fills whole blocks, with its data after `left` elements. All
+// other elements get the padding value or, if left and right are 0, the burst's first element.
 inline void load_padded(void* target, const void* source, int count, uint32_t bytes, int left,
                         int right, uint32_t source_gap, uint32_t target_gap, int element) {
   aligned(target, kBlockBytes, "the target");

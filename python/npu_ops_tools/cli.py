@@ -203,8 +203,8 @@ def launches(
 ) -> None:
     """Count the kernels that a model launches, with and without npu-ops, on the emulated NPU.
 
-    Only the first layer of each kind is built, with random weights. A matrix product counts as one
-    launch, a view as none.
+    The model has random weights, and ends as soon as it has a layer of each kind. A matrix product
+    counts as one launch, a view as none.
 
     npu-ops launches path/to/Qwen3.5-9B
     """

@@ -321,7 +321,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
         with_references()
     record = runs.Record(OPERATORS)
     record.count_calls()
-    # Upstream's conftest.py is left out, because it downloads data, and so are its settings. pytest
+    # Skip upstream's conftest.py, because it downloads data, and upstream's pytest settings. pytest
     # must not rewrite assertions, as that would bypass our loader.
     root = checkout / TESTS
     options = ["-q", "--noconftest", "--assert=plain", "--continue-on-collection-errors"]

@@ -1,4 +1,4 @@
-"""The fuzzer finds planted faults and repeats them."""
+"""Fuzzes the public functions, and tests that the fuzzer finds and reproduces injected faults."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ NOT_CALLED_WITH_TENSORS = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.xdist_group("fuzz")  # shares one child
+pytestmark = pytest.mark.xdist_group("fuzz")  # the tests share one child process
 EXAMPLES = 80  # per function
 
 
@@ -46,13 +46,13 @@ def test_every_public_function_has_a_formula_of_the_same_arguments():
 
 @pytest.mark.parametrize("function", TARGETS)
 def test_fuzz(function, child):
-    """A failure prints the command that repeats it. To search further: `npu-ops fuzz`."""
+    """A failure prints the command that reproduces it. To search further: `npu-ops fuzz`."""
     search = run.Search(child, shrinking=10.0)
     found = search.of(function, EXAMPLES, None)
     assert not found, "\n".join(map(str, found))
 
 
-# The fuzzer finds planted faults
+# The fuzzer finds injected faults
 
 
 def case(function="l2norm", **changes):

@@ -1,4 +1,4 @@
-"""Ways to call a function, and gradients and transforms of a function."""
+"""Ways to call a function (eager, compiled, ...), its gradients and transforms (vmap, jvp, ...)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ TRANSFORMS = ("func.grad", "func.jvp", "forward AD", "func.vmap", "twice")
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that changes nothing: a profiler, an op counter or selective checkpointing
-    would be such a mode."""
+    """A dispatch mode that changes nothing.
+
+    It stands for the mode of a profiler, an op counter or selective checkpointing.
+    """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -41,9 +43,10 @@ class Compiled:
 
 
 def caller(function, way: str, seed: int, *, refused: bool):
-    """Return `function`, called in this way.
+    """Return a function that calls `function` in the given way, one of WAYS.
 
-    refused: it may raise. Then graph breaks are allowed, because a full graph would wrap the error.
+    refused: the call may raise. Then graph breaks are allowed, because a full graph would wrap the
+        error.
     """
     if way == "compiled":
         return Compiled(function, fullgraph=not refused)

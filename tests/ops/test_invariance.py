@@ -52,11 +52,11 @@ def assert_same_bits(actual, expected, what):
 
 
 def by_implementation(ways, op):
-    """Yield each call with every kernel whose bits are promised, and its device."""
+    """Yield each call with every kernel whose invariance is promised, and its device."""
     for way in ways:
         for chosen in implementations(Table.tables[op(way)]):
-            # No bits are promised for the vendor's operators, nor for PyTorch's matrix products,
-            # with which attention on CPUs processes a prompt.
+            # Invariance is promised neither for the vendor's operators nor for PyTorch's matrix
+            # products. Attention on CPUs uses these products for prompts.
             of_torch = op(way) == "attention" and chosen.values[0] == "cpu"
             if chosen.values[0] not in ("aclnn", "reference") and not of_torch:
                 name = f"{way}-{'-'.join(chosen.values)}"

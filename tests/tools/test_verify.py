@@ -20,7 +20,7 @@ from npu_ops.core import cases, hardware, preferences, rng
 from npu_ops.core.registry import Table, launched_by
 
 LIMIT = 12.0
-pytestmark = pytest.mark.xdist_group("verify")  # shares one run with faults
+pytestmark = pytest.mark.xdist_group("verify")  # tests share `with_faults`
 FAULTS = {  # case of l2norm: (what the kernel does, what the report says)
     "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, in bounds: l2norm"),
     "one-head": ("os.abort()", "crashed: the process died of SIGABRT in bounds: l2norm"),

@@ -168,7 +168,7 @@ def _unfused_packed(call, cp_size, cp_rank):
 
 
 class _Call(NamedTuple):
-    """The arguments that the functions have in any version of Megatron."""
+    """The arguments of the functions in all versions of Megatron together."""
 
     t: torch.Tensor = None
     freqs: torch.Tensor = None
@@ -182,7 +182,7 @@ class _Call(NamedTuple):
     max_seqlen: int | None = None
 
 
-_ADDED = {*_Call._fields, "multi_latent_attention"}  # names that only some versions have
+_ADDED = {*_Call._fields, "multi_latent_attention"}  # arguments of all versions
 
 
 def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:

@@ -1,4 +1,4 @@
-"""Completes MindSpeed's arguments, given as a Namespace or a dict, whole or in part."""
+"""Converts MindSpeed's arguments (a dict or Namespace) to a Namespace, and adds missing ones."""
 
 from __future__ import annotations
 

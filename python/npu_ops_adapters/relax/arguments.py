@@ -13,7 +13,7 @@ _MODULE = "mindspeed.features_manager.functional.profile"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the method of MindSpeed's profiler that adds its options; Relax adds its own before."""
+    """Patch MindSpeed's method that adds profiler options; Relax has already added some of them."""
     yield Patch(
         target=f"{_MODULE}:ProfileFeature.register_args",
         op="relax_arguments",

@@ -16,7 +16,7 @@ LEVEL = 0.97
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """npu-ops' row and a peer's of the same work. ratio: speedup of npu-ops."""
+    """npu-ops' row and a peer's row of one benchmark. ratio: speedup of npu-ops."""
 
     ours: Row
     peer: Row
@@ -36,7 +36,11 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Against:
-    """All stable pairs of an op with a family of peers."""
+    """npu-ops against one family of peers, e.g. SDPA, in the benchmarks of an op.
+
+    pairs: those whose two times are stable.
+    left_out: number of other pairs.
+    """
 
     op: str
     peer: str

@@ -16,7 +16,7 @@ from npu_ops.core.grid import cdiv
 
 
 class Blocks(NamedTuple):
-    """The blocks of a tensor's tokens; made without waiting for the device.
+    """The blocks of a tensor's tokens, computed without a device synchronisation.
 
     number: upper bound of the number of blocks; those beyond the last one have no rows.
     across: blocks per sequence, if all sequences have equally many.
@@ -30,7 +30,10 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(x, starts, size: int) -> Blocks:
-    """Make blocks of `size` tokens of x `[batch, heads, tokens, dim]`."""
+    """Return the blocks of `size` tokens of each sequence of x `[batch, heads, tokens, dim]`.
+
+    starts: the cu_seqlens of packed sequences, else None.
+    """
     batch, _, tokens, _ = x.shape
     if starts is None:
         across = cdiv(tokens, size)

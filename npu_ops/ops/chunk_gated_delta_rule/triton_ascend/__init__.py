@@ -149,10 +149,10 @@ def _gradients(
     grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q, grad_k,
     scale, chunk_size,
 ):  # fmt: skip
-    """Write grad_q and grad_k; return the gradients by chunk that `chunks.scatter` takes.
+    """Write grad_q and grad_k; return inputs of `chunks.scatter`.
 
     Returns:
-        grad_g_sums, kept_sums and grad_betas, fp32 `[chunks, HV, C]`.
+        grad_g_sums, kept_sums and grad_betas, by chunk, fp32 `[chunks, HV, C]`.
     """
     values = plan.width_of(v.shape[3], q.device)
     room = ROOM.of(PRODUCT_BYTES) * hardware.cores_of_a_tile(q.device)

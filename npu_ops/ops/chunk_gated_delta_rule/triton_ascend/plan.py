@@ -13,8 +13,9 @@ from npu_ops.core.room import Room
 # Bytes of state on each vector core that shares a tile. The core's unified buffer must hold the
 # fp32 state, the tile that is added to it, and a chunk's rows.
 STATE_BYTES = 32 * 1024
-# Minimum number of state columns per program, even if cores stay idle: fewer columns do not make a
-# chunk's step faster (docs/npu-model.md).
+# Minimum number of state columns per program, even if cores stay idle. Fewer columns do not make a
+# chunk's step faster: the step waits for hand-overs between matrix unit and vector cores
+# (docs/npu-model.md).
 FEWEST_COLUMNS = 32
 # Average number of chunks per sequence from which a second launch pays off.
 LONG = 8
