@@ -93,8 +93,8 @@ struct Scratch {
   Padded<float> queries, found, keys, values, scores, log_sums, over;
 };
 
-// Computes attention of x.queries to one key head. Writes x.log_sums and x.found; the caller
-// multiplies x.found by x.over.
+// Computes attention of x.queries to one key head. Writes x.log_sums, x.over (1 / the sum of the
+// weights) and x.found. The caller multiplies x.found by x.over.
 template <class T>
 void attend_to(const Cache& cache, int64_t sequence, const Heads<const T>& k,
                const Heads<const T>& v, int64_t head, int64_t width, int64_t value_width,

@@ -1,7 +1,7 @@
 // linear on the CPU. Reference: npu_ops/ops/linear/reference.py
 //
-// Each output element is one dot product, summed in a fixed order. So it depends only on its row of
-// x and its row of weight.
+// Each output element is one dot product, summed in a fixed order, plus its bias. So an element
+// depends only on its row of x, its row of weight and its bias.
 #include <optional>
 
 #include "common/check.h"

@@ -40,7 +40,7 @@ void fill_inside(HeadTensor* heads, const Tensor& qkv, const Arguments& given) {
   heads[3] = part(1, step, given.gated ? given.heads : 0);
 }
 
-// Returns the tiling without the sizes that `cut` sets.
+// Returns the tiling except `own` and `grad`, which the callers set, and the sizes that `cut` sets.
 QkNormRopeTiling tiling_of(const Arguments& given, bool inverse) {
   const int64_t length = given.qkv.size(1), pairs = given.rotary_dim / 2;
   const bool interleaved = given.section_layout == "interleaved";

@@ -521,7 +521,8 @@ def an_op_that_is_disabled_is_left_to_mindspeed():
         dispatch = f"{ROPE}:apply_rotary_pos_emb"
         assert value(dispatch) is theirs(dispatch)
         names = [f.__name__ for f in layers(f"{ROPE}:_apply_rotary_pos_emb_bshd")]
-        assert len(names) == 2 and names[0] == "npu_ops_rope", names  # this one is mrope's
+        # The patch of the op mrope is not disabled; its wrapper is also called npu_ops_rope.
+        assert len(names) == 2 and names[0] == "npu_ops_rope", names
     sys.modules["mindspeed.megatron_adaptor"].repatch({})
     in_force()
 

@@ -197,7 +197,7 @@ def test_the_order_of_a_state_is_that_of_the_kernels(version, source, first, mon
         gated_delta_net._order_of_kernels.cache_clear()
 
 
-# The function whose order of arguments changed
+# split_qkv_rmsnorm_rope: sgl-kernel-npu changed the order of its arguments
 
 
 def call(width=32, rotated=None):
@@ -248,7 +248,7 @@ def test_what_the_kernel_cannot_is_computed(pairs, rotated):
         torch.testing.assert_close(out.double(), right.flatten(1), atol=1e-5, rtol=1e-5)
 
 
-# The functions with a gate and with three axes
+# split_gated_qkv: the function with a gate, and the function with mrope's three axes
 
 
 def gated(width, rotated, gate=True):

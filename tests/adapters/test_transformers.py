@@ -271,9 +271,9 @@ def test_a_mask_and_lengths_together_let_through_what_both_do(applied):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_added_mask_and_lengths_together(applied, dtype):
-    """A float mask that keeps sequences apart gives SDPA's result.
+    """With cu_seq_lens, a float mask may keep sequences apart, or leave that to cu_seq_lens.
 
-    So does a mask that does not, together with cu_seq_lens.
+    Both give the result of SDPA with a mask that keeps them apart.
     """
     starts, shape = torch.tensor([0, 3, 7]), (1, 4, 7, 16)
     apart = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()

@@ -344,7 +344,7 @@ RUNS = {
         split_embedding_codegen_forward_unweighted, mul_add, la_preprocess, norm_rope_concat,
     )
 }  # fmt: skip
-# Reasons for what the twin reports on these kernels.
+# Known findings of the twin (npu_ops_emulator.twins): kernel -> {part of the finding: reason}.
 UNUSED = "converts whole buffers, of which it uses what was loaded"
 KNOWN = {
     "la_preprocess": {

@@ -148,9 +148,10 @@ def _headers() -> pathlib.Path:
 
 
 def _text_of_headers(start: pathlib.Path) -> str:
-    """Return the headers, preprocessed, with string literals in the default address space.
+    """Return the preprocessed headers, with char pointers moved to the default address space.
 
-    bisheng keeps string literals in global memory; clang puts them in no numbered address space.
+    The headers expect string literals in global memory, as in bisheng. clang puts string literals
+    in the default address space.
     """
     begin = f'#include "device_side.h"\n{_declarations()}'
     start.write_text(f'{begin}#include "kernel_operator.h"\n#include "lib/matmul_intf.h"\n')

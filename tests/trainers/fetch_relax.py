@@ -76,7 +76,7 @@ def packages() -> pathlib.Path:
 
 
 def fetch(*clones: str) -> None:
-    """Make the folders that do not exist yet."""
+    """Install packages, and unpack and patch the clones' commits. Skip folders that exist."""
     fetching.install(fetch_slime.FOLDER / "packages", *fetch_slime.PACKAGES)
     fetching.install(FOLDER / "packages", *PACKAGES)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))

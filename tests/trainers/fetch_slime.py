@@ -68,7 +68,7 @@ def router() -> pathlib.Path:
 
 
 def fetch(*clones: str) -> None:
-    """Make the folders that do not exist yet."""
+    """Install packages, and unpack and patch the clones' commits. Skip folders that exist."""
     fetching.install(FOLDER / "packages", *PACKAGES)
     fetching.install(FOLDER / "router", ROUTER)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))

@@ -35,7 +35,7 @@ def tree(project: str) -> pathlib.Path:
 
 
 def fetch(*clones: str) -> None:
-    """Make the folders that do not exist yet."""
+    """Unpack the clones' commits and install slime's packages, each unless its folder exists."""
     fetching.install(fetch_slime.FOLDER / "packages", *fetch_slime.PACKAGES)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
     if (FOLDER / "all").exists():

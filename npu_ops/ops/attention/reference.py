@@ -62,7 +62,10 @@ def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule
 
 
 def _without_nobodys(starts, *rows):
-    """Set unowned tokens of `[1, heads, tokens, ...]` to 0, or all to NaN if starts are invalid."""
+    """Set the tokens after the last sequence to 0, in tensors `[1, heads, tokens, ...]`.
+
+    If starts (cu_seqlens) are invalid, set all tokens to NaN.
+    """
     found = lengths.without_nobodys(starts, *(x.transpose(1, 2) for x in rows))
     return tuple(x.transpose(1, 2) for x in found)
 

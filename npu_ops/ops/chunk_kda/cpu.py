@@ -117,7 +117,7 @@ class _Chunk:
         grad_betas = (grad_missed * self.missed).sum(-1) + (grad_solve * self.kk).sum(-1)
         grouped(grad_v, heads).copy_(grad_values)
         grouped(grad_beta[..., None], heads).copy_(grad_betas[..., None])
-        # Gradients of q by its read of S, of k by its recall from S, and of k by the writes to S'.
+        # Gradients of q and k through their products with S, and of k through the writes to S'.
         of_q = self.since * (grad_o @ state.mT)
         of_k = -self.since * (grad_values @ state.mT)
         of_written = self.until * (self.written @ grad_state.mT)

@@ -90,7 +90,10 @@ def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch
 
 
 def _replace_in_torch(original: Callable) -> Callable:
-    """Replace the PyTorch function. Unlike the two kernels, it normalizes q and k by default."""
+    """Replace MindSpeed-Bridge's PyTorch function.
+
+    By default it normalizes q and k, unlike MindSpeed's and fla_npu's kernels.
+    """
     ours = chunk_gated_delta_rule.replace(original)
 
     @functools.wraps(original, assigned=(), updated=())

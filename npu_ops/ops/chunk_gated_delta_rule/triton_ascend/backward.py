@@ -205,10 +205,10 @@ def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 
 @triton.jit
 def norms_backward(grad, rows, over, WHOLE: tl.constexpr):
-    """Return the gradient of rows [C, BK] of q or k; unless WHOLE, that of rows / norms.
+    """Return the gradient of rows [C, BK] of q or k; if not WHOLE, of the normalized rows.
 
-    grad: the gradient of rows as if their norms were constants. over: 1 over the norms.
-    WHOLE: rows have all keys, so that the norms can be differentiated here.
+    grad: the gradient of rows as if their norms were constants. over: 1 / norms, [C].
+    WHOLE: BK covers all keys, so this function can add the gradient through the norms.
     """
     if WHOLE:
         rows = rows.to(tl.float32)

@@ -86,7 +86,7 @@ def gradients_kernel(
             b_written = load_rows(written, first, rows, HV, value_head, V, BV, C)
             b_grad_wanted = load_rows(grad_wanted, first, rows, HV, value_head, V, BV, C)
 
-            # Gradients of q by its read of the state before the chunk, and of k by its recall.
+            # Gradients of q and k through their products with the state before the chunk.
             state = load_keys(states, place, key, K, V, BK, BV)
             since = tl.exp(tl.dot(up_to, b_g, input_precision="ieee"))
             asked = tl.dot(b_grad_o, tl.trans(state), input_precision="ieee") * since
@@ -94,7 +94,7 @@ def gradients_kernel(
             b_grad_beta = 0.0 - tl.sum(recalled * b_k, 1)
             recalled = recalled * (0.0 - b_beta)[:, None]
             sums = b_q * asked + b_k * recalled
-            # Gradient of k by the chunk's writes to the state.
+            # Gradient of k through the chunk's writes to the state.
             grad_state = load_keys(grad_states, place, key, K, V, BK, BV)
             until = tl.exp(tl.dot(1.0 - up_to, b_g, input_precision="ieee"))
             kept = tl.dot(b_written, tl.trans(grad_state), input_precision="ieee") * until
