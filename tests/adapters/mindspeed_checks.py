@@ -114,8 +114,7 @@ def in_force() -> None:
 
 
 def snapshot() -> dict:
-    """Return the contents of Megatron's and MindSpeed's modules, of MindSpeed's patch registry and
-    of its list of features."""
+    """Return the contents of both frameworks' modules, of the patch registry and feature list."""
     found = {"features": list(manager().FEATURES_LIST)}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("megatron", "mindspeed", "megatron_adaptor"):
