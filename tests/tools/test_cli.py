@@ -60,7 +60,7 @@ def test_where(name):
 
 def test_explain_attention():
     said = call("explain", "attention", "layout=TND", "keys=packed", "heads=16", "head_dim=72")
-    assert said.startswith("our flash attention runs it") and "pass cu_seqlens_cpu" in said
+    assert said.startswith("our flash attention runs the call") and "pass cu_seqlens_cpu" in said
     plan = json.loads(call("explain", "attention", "is_causal=true", "training=true", "--json"))
     assert plan["operator"] == "npu_fusion_attention" and plan["sparse_mode"] == 3
     wrong = command("explain", "attention", "heads=x", code=2)

@@ -87,7 +87,7 @@ def test_a_rank_with_another_table_is_reported_by_name(tmp_path):
     variables = {"PYTHONPATH": str(tmp_path)}
     found = two_ranks.run("cpu", ["other_table"], variables, limit=300)
     assert found["verdict"] == "wrong"
-    assert "preferences: rank" in found["why"] and "has another table for cpu" in found["why"]
+    assert "preferences: ranks" in found["why"] and "have different tables for cpu" in found["why"]
 
 
 def test_the_page_has_all_of_it_and_loads_nothing(with_faults):
