@@ -64,7 +64,7 @@ def run(table, chosen, args: tuple) -> None:
         log.trace(f"shadow: {sentence}")
         return
     path = _write(table.op, chosen.name, before)
-    repeat = f"repeat it with: npu-ops replay {path}"
+    repeat = f"repeat: npu-ops replay {path}"
     if path is None:
         repeat = f"no file written, because this process wrote {MOST_FILES} already"
     log.logger.error("shadow: WRONG: %s; %s", sentence, repeat)
