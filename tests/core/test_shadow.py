@@ -357,4 +357,4 @@ def test_replay_of_something_else(tmp_path, make):
     assert wrong.exit_code == 2 and sentence.startswith("npu-ops: ") and str(path) in sentence
     assert "weights_only" not in sentence and "trust" not in sentence
     if path.exists():
-        assert sentence.endswith("needs one that NPU_OPS_LOG=shadow:N wrote")
+        assert sentence.endswith("needs a file that NPU_OPS_LOG=shadow:N wrote")
