@@ -49,7 +49,7 @@ def test_what_it_declines(monkeypatch):
         if case.width > 3:
             assert why_not == f"the filter has {case.width} taps, the vendor's operator has 3"
         elif case.state:
-            assert why_not == "the vendor's operator has no states"
+            assert why_not == "the vendor's operator supports no states"
         elif case.lengths:
             assert why_not == "the vendor's operator takes no packed sequences"
         else:

@@ -245,7 +245,7 @@ def test_compare_ends_with_1_beyond_the_threshold(tmp_path):
 
 def test_results_of_changes_are_not_committed(monkeypatch):
     monkeypatch.setattr(rows, "commit", lambda: ("0123", True))
-    assert "not committed" in bench("l2norm", "--commit", code=2)
+    assert "got uncommitted changes" in bench("l2norm", "--commit", code=2)
 
 
 def test_only_what_is_named_is_timed(tmp_path):

@@ -31,7 +31,7 @@ FAULTS = {  # case of l2norm: (what the kernel does, what the report says)
     ),
     "odd-t131-d256-behind0": (
         "ctypes.memset(out.data_ptr() - 8, 0, 2)",
-        "bounds: l2norm: 2 bytes before out were written, as far as 8 bytes from it",
+        "bounds: l2norm: 2 bytes before out were overwritten, up to 8 bytes away",
     ),
     "wide-2048": ("x[0, 0, 0] = 0", "of the memory of x outside the outputs were overwritten"),
     "wide-4096": (

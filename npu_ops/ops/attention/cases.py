@@ -302,7 +302,7 @@ WRONG = [
          {"seqlens_k_cpu": make.indices([7, 7]).to("meta")}),
         *values("max_seqlen_q", "packed sequences", 5),
         *values("max_seqlen_k", "packed sequences", 7),
-        ("seqlens_k: got None, needs the keys of each sequence for a",
+        ("seqlens_k: got None, needs the number of keys of each sequence",
          {"block_table": shaped(2, 1, dtype=torch.int32)}),
         ("k: got shape [1, 2, 7, 2, 8], needs 4 dimensions for layout BSND",
          {"k": lambda x: x.unsqueeze(0), "v": lambda x: x.unsqueeze(0)}),

@@ -227,7 +227,7 @@ def test_a_call_is_planned_for_the_chip_it_is_on():
     call = {"seqlens_k": torch.tensor([20]), "block_table": torch.tensor([[0, 1]]).int()}
     for soc, why_not in (
         ("Ascend910B3", None),
-        ("Ascend950PR_9579", "blocks of 16 keys are not a multiple of 32"),
+        ("Ascend950PR_9579", "blocks of 16 keys are not a multiple of 32 keys"),
     ):
         with hardware.as_if_soc(soc):
             q_, k_, v_, extra, rule = npu_ops.ops.attention._prepare(q, cache, cache, **call)
