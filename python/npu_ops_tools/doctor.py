@@ -365,7 +365,7 @@ def _verdict(found: dict) -> Iterator[str]:
     for sentence in found["not in force"]:
         yield from line("NOT IN FORCE: ", sentence)
     if not list(always_bad(found)) and not found["not in force"]:
-        yield "nothing else is amiss" if found["known bad"] else "nothing amiss"
+        yield "nothing amiss otherwise" if found["known bad"] else "nothing amiss"
 
 
 def line(head: str, value) -> list[str]:

@@ -30,9 +30,9 @@ def tested(monkeypatch):
 @pytest.mark.parametrize(
     "torch, torch_npu, python, said",
     [
-        ("2.9.0", "2.9.0", "3.11", r"tested: .* torch_npu 2.9.0.post9 \(Python 3.11\); it"),
+        ("2.9.0", "2.9.0", "3.11", r"tested: .* torch_npu 2.9.0.post9 \(Python 3.11\); used by"),
         ("2.9.0+cpu", None, "3.11", "tested: torch 2.9.0 and "),
-        ("2.9.0", "2.9.0", "3.12", "tested: .* Triton, emulated NPU: 2 failed, 9 passed; it is"),
+        ("2.9.0", "2.9.0", "3.12", "tested: .* Triton, emulated NPU: 2 failed, 9 passed; used by"),
         ("2.9.0", "2.9.0", "3.10", "tested: .* .Python 3.11."),
         ("2.9.1", "2.9.1", "3.11", "should work: it was tested with torch 2.9.0 and"),
         ("2.15.0", "2.15.0", "3.11", r"should work: it was tested with torch 2.15.0 \(Python"),
