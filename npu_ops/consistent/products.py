@@ -52,7 +52,7 @@ def with_rows(name, x):
     """
     if why := formats.format_why_not(x):
         raise ValueError(
-            f"{name}: got {why}, needs ND for NPU_OPS_CONSISTENT: set "
+            f"{name}: got {why}, needs format ND with NPU_OPS_CONSISTENT: set "
             "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT=1 (SGLang) or VLLM_ASCEND_ENABLE_NZ=0 (vLLM)"
         )
     return x

@@ -25,7 +25,7 @@ def locate(op: str, family: str) -> pathlib.Path | str:
         return path
     built = sorted(folder.name for folder in _FOLDER.glob("*") if (folder / f"{op}.o").exists())
     if built:
-        return f"its AscendC kernel is built for {', '.join(built)}, this is {family}"
+        return f"its AscendC kernel is built for {', '.join(built)}, not for {family}"
     return "this installation has no AscendC kernels"
 
 
@@ -51,7 +51,7 @@ def _missing(op: str, soc: str) -> str | None:
         return library.native_why_not()
     family = socs.ascendc_family(soc)
     if socs.is_ascend950(soc):
-        return f"its AscendC kernel was never run on the instructions of {soc}, which are others"
+        return f"its AscendC kernel was never run with the instructions of {soc}, which differ"
     if family is None:
         return f"there are no AscendC kernels for {soc}"
     return why_not_built(op, family)

@@ -85,7 +85,7 @@ def alone(name: str, **others) -> None:
     """Raise ValueError unless all `others` are None: they cannot be combined with `name`."""
     for other, value in others.items():
         if value is not None:
-            raise ValueError(f"{other}: got one with {name}, needs None")
+            raise ValueError(f"{other}: got a value with {name}, needs None")
 
 
 def shape(name: str, value: torch.Tensor, needs: str) -> ValueError:

@@ -36,7 +36,7 @@ def npu_why_not() -> str | None:
     try:
         if not hasattr(torch, "npu"):
             if _has("torch_npu"):
-                return "torch_npu is installed and not imported (TORCH_DEVICE_BACKEND_AUTOLOAD=0?)"
+                return "torch_npu is installed but not imported (TORCH_DEVICE_BACKEND_AUTOLOAD=0?)"
             return "torch_npu is not installed"
         if torch.npu.is_available() and torch.npu.device_count():
             return None

@@ -205,7 +205,9 @@ def no_gradient(name: str):
     """
 
     def backward(ctx, *grads):
-        raise NotImplementedError(f"{name}: got a gradient of its gradient, which it does not have")
+        raise NotImplementedError(
+            f"{name}: got a gradient of its gradient, which npu-ops does not have"
+        )
 
     return backward
 

@@ -116,7 +116,7 @@ def read(path: pathlib.Path) -> dict:
     except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{path}: got no table of npu-ops tune ({error}); remove it") from None
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
-        raise ValueError(f"{path}: got no table of npu-ops tune (it has no rows); remove it")
+        raise ValueError(f"{path}: got no table of npu-ops tune (no list of rows); remove it")
     if found.get("format") != FORMAT:
         raise _no_table(path, "format", found.get("format"), FORMAT)
     for name in ("soc", "made"):
@@ -131,15 +131,15 @@ def _text(path: pathlib.Path) -> str:
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("not a regular file")
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
-        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        raise ValueError(f"more than {_MAX_BYTES} bytes")
     return text.decode()
 
 
 def _no_number(text: str):
-    raise ValueError(f"it has the number {text}")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def _check(path: pathlib.Path, row: object) -> None:
@@ -226,9 +226,9 @@ def agree(store, device: str, rank: int, mine: str) -> None:
     theirs, _, other = first.partition(" ")
     if theirs != mine:
         raise RuntimeError(
-            f"preferences: rank {rank} has another table for {device} than rank {other} ({mine} "
-            f"and {theirs}), so they would choose other implementations; give every machine the "
-            "same file (npu-ops tune --export), or remove it from all (npu-ops tune --remove)"
+            f"preferences: ranks {rank} and {other} have different tables for {device} ({mine} and "
+            f"{theirs}) and would choose different implementations; give every machine the same "
+            "file (npu-ops tune --export), or remove it from all (npu-ops tune --remove)"
         )
 
 

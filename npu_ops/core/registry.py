@@ -244,7 +244,7 @@ class Table:
                     return implementation
                 raise RuntimeError(f"NPU_OPS_IMPL forces {self.op}={name}, but {reason}")
         known = ", ".join(i.name for i in self.implementations)
-        raise RuntimeError(f"NPU_OPS_IMPL forces {self.op}={name}; it has {known}")
+        raise RuntimeError(f"NPU_OPS_IMPL forces {self.op}={name}, needs one of {known}")
 
     def _fell_back(self, name: str, declined: list[str]) -> None:
         sentence = f"{self.op} falls back to {name} ({'; '.join(declined)})"
@@ -292,7 +292,7 @@ def explains(function: str, table, arguments: Callable[..., tuple]) -> None:
     arguments: converts the public function's arguments into those of `table.explain`.
     """
     if function in _explained:
-        raise ValueError(f"{function!r} is explained already")
+        raise ValueError(f"{function!r} is registered already")
     _explained[function] = (table, arguments)
 
 

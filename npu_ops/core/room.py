@@ -47,7 +47,7 @@ class Room:
             return False
         self.halvings += 1
         log.once(
-            f"{self.op}: this compiler finds no room on the chip for its tiles, which a newer one "
-            f"does: they are {1 << self.halvings} times smaller in this process"
+            f"{self.op}: this compiler does not fit the tiles into on-chip memory, a newer one "
+            f"does; in this process tiles are {1 << self.halvings} times smaller"
         )
         return True

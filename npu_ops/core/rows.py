@@ -140,7 +140,7 @@ def _storage(tensor) -> int:
 
 def _no_view(outputs) -> ValueError:
     strides = ", ".join(str(list(tensor.stride())) for tensor in outputs)
-    return ValueError(f"output: got strides {strides}, needs such that its rows are a view")
+    return ValueError(f"output: got strides {strides}, needs strides that allow a view of its rows")
 
 
 def _fold(tensors):

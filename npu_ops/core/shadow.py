@@ -64,7 +64,9 @@ def run(table, chosen, args: tuple) -> None:
         log.trace(f"shadow: {sentence}")
         return
     path = _write(table.op, chosen.name, before)
-    repeat = f"repeat: npu-ops replay {path}" if path else f"{MOST_FILES} files are written already"
+    repeat = f"repeat: npu-ops replay {path}"
+    if path is None:
+        repeat = f"no file written, because this process wrote {MOST_FILES} already"
     log.logger.error("shadow: WRONG: %s; %s", sentence, repeat)
 
 
@@ -137,7 +139,7 @@ def _frozen(value: Any, storages: list, places: dict) -> Any:
             return {"list" if isinstance(value, list) else "tuple": items}
     if isinstance(value, _PLAIN):
         return value
-    raise TypeError(f"shadow: got an argument of {type(value)}, needs one that a file may hold")
+    raise TypeError(f"shadow: got an argument of {type(value)}, needs a type that a file can store")
 
 
 def _thawed(value: Any, storages: list) -> Any:
@@ -168,7 +170,7 @@ def _storage(bytes_: Any, device: str | None) -> torch.UntypedStorage:
         or bytes_.is_meta
         or not bytes_.is_contiguous()
     ):
-        raise _wrong("a storage of something else", "bytes, one after another")
+        raise _wrong("a storage of another type", "contiguous bytes")
     return (bytes_.to(device) if device else bytes_).clone().untyped_storage()
 
 
@@ -183,7 +185,7 @@ def _placed(content: list, storages: list) -> torch.Tensor:
         or not all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         or number >= len(storages)
     ):
-        raise _wrong(f"a tensor {content!r}", f"one in one of {len(storages)} storages")
+        raise _wrong(f"a tensor {content!r}", f"a place in one of {len(storages)} storages")
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     needed = (last + 1) * dtype.itemsize if all(shape) else 0
     storage = storages[number]

@@ -39,7 +39,7 @@ def check(group, layout: str, initial_state, cu_seqlens) -> None:
         arguments.alone("cp_group", initial_state=initial_state)
     if layout == "zigzag" and (group is None or cu_seqlens is None):
         missing = "cp_group" if group is None else "cu_seqlens"
-        raise ValueError(f"{missing}: got None with cp_layout='zigzag', needs one")
+        raise ValueError(f"{missing}: got None with cp_layout='zigzag', needs a value")
 
 
 def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:

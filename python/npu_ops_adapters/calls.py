@@ -41,7 +41,9 @@ def falling_through(ours: Callable, original: Callable, op: str = "") -> Callabl
 
 def inconsistent(op: str, reason: Exception) -> RuntimeError:
     """Return the error for a call that npu-ops does not support under NPU_OPS_CONSISTENT."""
-    return RuntimeError(f"NPU_OPS_CONSISTENT is set, and a call of {op} is not ours: {reason}")
+    return RuntimeError(
+        f"NPU_OPS_CONSISTENT is set, but npu-ops does not support a call of {op}: {reason}"
+    )
 
 
 def check_device(x: torch.Tensor) -> None:

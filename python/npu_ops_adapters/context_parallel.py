@@ -24,7 +24,10 @@ def why_not(config) -> str | None:
     if getattr(config, "window_size", None) is not None:
         return f"context_parallel_size: got {size} with window_size, needs 1"
     if "mindspeed" in sys.modules:
-        return f"context_parallel_size: got {size}, needs 1: MindSpeed deals sequences out anew"
+        return (
+            f"context_parallel_size: got {size}, needs 1: MindSpeed redistributes sequences "
+            "over ranks"
+        )
     return None
 
 

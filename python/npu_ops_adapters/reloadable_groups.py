@@ -28,10 +28,13 @@ def patches(module: str, op: str, versions: str) -> Iterable[Patch]:
                 target=f"{module}:{_CLASS}.{name}",
                 op=op,
                 make=functools.partial(_pass_on, module, name),
-                why="torch 2.13 calls it, and the trainer's group has no backend of its own",
+                why=(
+                    "torch 2.13 calls this method, and the trainer's group has no backend of "
+                    "its own"
+                ),
                 signatures=(),
                 versions=f"{versions} with torch 2.13",
-                remove_when=f"the trainer passes {name} on",
+                remove_when=f"the trainer forwards {name}",
                 optional=True,
                 why_not=functools.partial(_why_not, module),
             )
@@ -40,7 +43,7 @@ def patches(module: str, op: str, versions: str) -> Iterable[Patch]:
 def _why_not(module: str, _) -> str | None:
     if hasattr(getattr(sys.modules[module], _CLASS), "_fwd"):
         return None
-    return f"{_CLASS} has no _fwd, by which it passes calls on"
+    return f"{_CLASS} has no _fwd, the method that forwards calls"
 
 
 def _pass_on(module: str, name: str, _) -> Callable[..., Any]:

@@ -78,7 +78,9 @@ def committed() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise RuntimeError(f"npu-ops, halfway through a layer: {error}") from error
+        raise RuntimeError(
+            f"npu-ops: error halfway through a layer, after it wrote a state: {error}"
+        ) from error
 
 
 def check_device(x: torch.Tensor, devices: Names = DEVICES) -> None:

@@ -44,7 +44,7 @@ def emulate(
         typer.Option(metavar="FOLDER", help="Copy the AscendC headers in FOLDER to the cache."),
     ] = None,
     status: Annotated[
-        bool, typer.Option("--status", help="Print what is built and what is missing; run nothing.")
+        bool, typer.Option("--status", help="Print which parts are built or missing; run nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --status: print JSON.")] = False,
 ) -> None:

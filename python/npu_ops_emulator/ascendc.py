@@ -25,7 +25,7 @@ def locate(op: str, family: str) -> pathlib.Path | str:
 
 def why_not_built(op: str, family: str) -> str | None:
     """Return None, or why there is no twin. Compiles nothing."""
-    return headers.why_not() if _source(op).exists() else "it has no AscendC kernel"
+    return headers.why_not() if _source(op).exists() else "this op has no AscendC kernel"
 
 
 def _source(op: str) -> pathlib.Path:

@@ -42,7 +42,7 @@ def compiler() -> list[str]:
     command = os.environ.get("CXX", "g++").split()
     if shutil.which(command[0]) is None:
         raise EmulatorError(
-            f"the C++ compiler {command[0]!r} was not found; the emulated NPU is compiled once, on "
+            f"the C++ compiler {command[0]!r} was not found. It compiles the emulated NPU once, on "
             "this machine. Install g++, or set CXX."
         )
     return command

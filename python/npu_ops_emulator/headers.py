@@ -131,7 +131,7 @@ def _unpack(source: pathlib.Path, target: pathlib.Path) -> None:
     for name, pin in PINS.items():
         found = _found(source, name)
         if found is None:
-            raise EmulatorError(f"headers: {source} holds no {name}, neither folder nor archive")
+            raise EmulatorError(f"headers: {source} has no folder or archive {name}")
         if found.is_dir():
             for part in pin.parts:
                 shutil.copytree(found / part, target / name / part)
@@ -141,8 +141,8 @@ def _unpack(source: pathlib.Path, target: pathlib.Path) -> None:
         digest = _tree_digest(target / name, pin.parts)
         if digest != pin.digest:
             raise EmulatorError(
-                f"headers: {found} is another {name} than commit {pin.commit}, which the twin was "
-                f"written for (its files' digest is {digest}, needs {pin.digest})"
+                f"headers: {found} is not {name} at commit {pin.commit}, which the twin was "
+                f"written for (the digest of its files is {digest}, needs {pin.digest})"
             )
 
 

@@ -92,8 +92,8 @@ def install(
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         warnings.warn(
-            "TRITON_INTERPRET=1: Triton interprets kernels in Python, and none reaches a compiler "
-            "or the emulated NPU",
+            "TRITON_INTERPRET=1: Triton interprets all kernels in Python. It compiles none, and "
+            "the emulated NPU runs none",
             stacklevel=2,
         )
     if os.environ.get("NPU_OPS_EMULATOR") == "1":

@@ -190,7 +190,7 @@ class Launcher:
             raise OutOfBounds(self._fault_text(fault, name, tensor, (gx, gy, gz)))
         graph.record(run)
         if check_bounds and loaded.unwatched:
-            _warn_once(f"kernel {self.name}: {loaded.unwatched} is not watched by check_bounds")
+            _warn_once(f"kernel {self.name}: {loaded.unwatched} is not checked by check_bounds")
         if leave is not None:
             leave(launch_metadata)
 
@@ -205,7 +205,7 @@ class Launcher:
             if device is not None and (device.type, device.index) != ("npu", here):
                 raise ValueError(
                     f"kernel {self.name}: argument {name!r} is on {device}, the launch on "
-                    f"npu:{here}; a kernel reaches the memory of its own NPU alone"
+                    f"npu:{here}; a kernel can access only the memory of its own NPU"
                 )
         with graph.waiting():
             npu.synchronize()

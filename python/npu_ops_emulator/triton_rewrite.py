@@ -37,7 +37,7 @@ class Kernel:
     def __init__(self, text: str):
         signature = re.search(r"func\.func @(\w+)\((.*)\) attributes \{", text)
         if signature is None:
-            raise Unsupported("IR in which no kernel was found")
+            raise Unsupported("IR without a kernel")
         self.name = signature[1]
         self.parameters = [t for t, _ in _typed_values(signature[2])]
         self.sequential = "GenericAtomicRMW" in text or "hivm.hir.atomic" in text

@@ -43,7 +43,7 @@ def tool(name: str) -> str:
     named = os.environ.get(COMPILER) if name == "bishengir-compile" else None
     if named:
         if not os.access(named, os.X_OK):
-            raise FileNotFoundError(f"{COMPILER}: got {named!r}, which cannot be executed")
+            raise FileNotFoundError(f"{COMPILER}: got {named!r}, which is not executable")
         return named
     found = shutil.which(name, path=environment()["PATH"])
     if found is None:
@@ -125,7 +125,7 @@ def frontend():
         RuntimeError: triton interprets kernels in this process.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("TRITON_INTERPRET=1: kernels of this process cannot be compiled")
+        raise RuntimeError("TRITON_INTERPRET=1: this process cannot compile kernels")
     os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # for the source lines of faults
     try:
         from triton.backends import backends
@@ -224,8 +224,8 @@ def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, .
     """Return the compiler's output, and the IR that the options `wanted` make it print."""
     if leaves_the_plan_to_hivmc():
         raise CompileError(
-            f"{name}: ascendnpu-ir 1.0 leaves the plan of buffers to CANN's hivmc, without which "
-            "no kernel can be judged; install ascendnpu-ir 1.1 or newer"
+            f"{name}: ascendnpu-ir 1.0 leaves buffer planning to CANN's hivmc, without which "
+            "npu-ops cannot check a kernel; install ascendnpu-ir 1.1 or newer"
         )
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "kernel.mlir")

@@ -120,7 +120,7 @@ def _pinned_only(scratch: pathlib.Path) -> list[str]:
     wanted = pinned()
     if wanted is None:
         raise EmulatorError(
-            f"torch_npu: got torch {torch_version()}, whose torch_npu this npu-ops does not know. "
+            f"torch_npu: got torch {torch_version()}, for which npu-ops knows no torch_npu. "
             "Download its wheel and name it: `npu-ops emulate --torch-npu WHEEL -- ...`"
         )
     (scratch / "wanted.txt").write_text(wanted)

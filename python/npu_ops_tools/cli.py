@@ -65,7 +65,7 @@ def doctor(
     ] = None,
     trainer: Annotated[
         str | None,
-        typer.Option(help="Report what would stop slime, relax or verl here."),
+        typer.Option(help="Report the problems that would stop slime, relax or verl here."),
     ] = None,
 ) -> None:
     """Report versions, each op's implementation and why, patches of frameworks, and problems.
@@ -263,7 +263,7 @@ def parity(
         fail(error)
     if rollout:
         _rollout(rollout, dtype, device, tokens, engine or (), most, as_json)
-    head = f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most"
+    head = f"{model}, {dtype.value}, {device}: errors relative to the tolerance, at most 1"
     try:
         run = parity.run(model, getattr(torch, dtype.value), device, tokens, tp, ops)
         rows = _shown(run, f"{head}\n{parity.HEAD}", parity.line, as_json)

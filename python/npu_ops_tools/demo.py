@@ -32,8 +32,8 @@ VERSION = peers.MEGATRON.name
 ALONE, OURS = "megatron-core alone", "with npu-ops"
 MODELS = {"gpt": "GPT", "hybrid": "Gated Delta Net and attention 3:1"}
 HYBRID = (
-    "The hybrid wants flash-linear-attention, which is not used: alone it computes by Megatron's "
-    "functions in PyTorch (deterministic mode), with npu-ops by ours."
+    "The hybrid model runs without flash-linear-attention: megatron-core alone computes in PyTorch "
+    "(deterministic mode), with npu-ops it runs the functions of npu-ops."
 )
 TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # ops to benchmark
 Run = tuple[str, float, int]  # model, dropout, seed
@@ -99,7 +99,7 @@ def run(
         mark = "[green]yes[/]" if check.passed else "[red]NO [/]"
         console.print(f"{mark} {check.name}: {check.detail}", highlight=False)
     if device == "cpu" and not found["machine"]["npu devices"]:
-        console.print("No NPU here. On an emulated one: npu-ops demo --device npu-emulated")
+        console.print("No NPU here. To use an emulated NPU: npu-ops demo --device npu-emulated")
     console.rule("kernels, timed on the CPU")
     rows = list(run_benchmarks(TIMED, quick=True, only=[", forward, "], longest=0.5))
     path = report.write(output, rows, found=found, comparison=page(device, sides, checks))
@@ -136,7 +136,10 @@ def why_no_hybrid() -> str | None:
     package = importlib.util.find_spec("megatron")
     folders = map(pathlib.Path, package.submodule_search_locations)
     if not any(any(folder.glob("core/ssm/gated_delta_net*")) for folder in folders):
-        return "No hybrid model: this megatron-core has no Gated Delta Net; 0.16 to 0.19 have it."
+        return (
+            "No hybrid model: this megatron-core has no Gated Delta Net; versions 0.16 to "
+            "0.19 have it."
+        )
     return None
 
 
@@ -229,7 +232,7 @@ class Reader(threading.Thread):
                     if line.startswith("{"):
                         self._read(json.loads(line))
             errors.seek(0)
-            self._failure = f"it ended with {process.returncode}\n{errors.read()[-3000:]}"
+            self._failure = f"exit status {process.returncode}\n{errors.read()[-3000:]}"
 
     def _read(self, row: dict):
         if "end" in row:
@@ -263,8 +266,11 @@ def took_part(alone: Side, ours: Side) -> Check:
     )
     passed = bool(applied) and all(applied) and not any(without) and all(calls)
     counts = " and ".join(map(str, calls))
-    detail = f"{len(applied)} replacements; {counts} operator calls a step, {sum(without)} without"
-    return Check("npu-ops took part on one side only", passed, detail)
+    detail = (
+        f"{len(applied)} replacements; {counts} operator calls per step, {sum(without)} "
+        "without npu-ops"
+    )
+    return Check("npu-ops ran in one of the two trainings only", passed, detail)
 
 
 def decreases(alone: Side, ours: Side) -> Check:
@@ -318,7 +324,7 @@ def page(device: str, sides: dict[str, Side], checks: list[Check]) -> dict:
             f"Device {device}. GPTModel with multimodal rotary embedding: GPT, "
             f"{end['layers']['gpt']} layers of attention, and a hybrid of {end['layers']['hybrid']}"
             " layers. Text and pictures of scikit-learn as "
-            f"{BATCH} x {LENGTH} tokens a step. " + (why_no_hybrid() or HYBRID)
+            f"{BATCH} x {LENGTH} tokens per step. " + (why_no_hybrid() or HYBRID)
         ),
         "checks": checks,
         "curves": [

@@ -105,7 +105,7 @@ def machine() -> dict:
         "npu devices": hardware.npu_count() or None,
         "no npu because": why_not if is_there("torch_npu") or hasattr(torch, "npu") else None,
         "SoC": hardware.npu_name(),
-        "emulated": "these NPUs are software" if npu_ops_emulator.installed() else None,
+        "emulated": "the NPUs are emulated in software" if npu_ops_emulator.installed() else None,
         "CANN": _cann(),
     }
 
@@ -190,7 +190,7 @@ def not_in_force(found: dict) -> Iterator[str]:
         yield f"native kernels: {found['build']['why_not']}"
     built, here = found["build"]["cann"], known_bad.cann_folder()
     if built and here and built != os.path.realpath(here):
-        yield f"AscendC kernels: built with {built}, and the CANN here is {os.path.realpath(here)}"
+        yield f"AscendC kernels: built with {built}, but the CANN here is {os.path.realpath(here)}"
     for (package, reason), rows in by_reason(found["patches"]).items():
         if rows[0]["state"] not in AT_REST:
             names = ", ".join(dict.fromkeys(row["op"] for row in rows))
@@ -201,7 +201,7 @@ def not_in_force(found: dict) -> Iterator[str]:
              if row["why_not"] is None and (row["device"] == "cpu" or accelerated)}  # fmt: skip
     for op, name in env.settings.impl.items():
         if op in ops() and (op, name) not in taken:
-            yield f"NPU_OPS_IMPL={op}={name}: it runs on no device here"
+            yield f"NPU_OPS_IMPL={op}={name}: this implementation runs on no device here"
         elif op.removesuffix("_backward") not in Table.tables:
             yield f"NPU_OPS_IMPL={op}={name}: there is no such op"
 
@@ -323,7 +323,8 @@ def _tuned(tables: list[dict]) -> Iterator[str]:
     for table in tables:
         yield from line(
             f"  tuned for {table['device']}: ",
-            f"{table['changed']} of {table['classes']} classes of calls by another implementation, "
+            f"tuning changed the implementation of {table['changed']} of "
+            f"{table['classes']} classes of calls, "
             f"{table['path']} ({table['fingerprint']})",
         )
 
@@ -343,7 +344,7 @@ def _patches(rows: list[dict]) -> Iterator[str]:
             for op in dict.fromkeys(row["op"] for row in members):
                 yield from line(f"    {op}: ", _functions([r for r in members if r["op"] == op]))
     removable = sum(row["removable"] for row in rows)
-    yield f"  {removable} can be undone: npu_ops_adapters.revert()"
+    yield f"  {removable} patches can be undone: npu_ops_adapters.revert()"
 
 
 def _functions(rows: list[dict]) -> str:
@@ -364,7 +365,7 @@ def _verdict(found: dict) -> Iterator[str]:
     for sentence in found["not in force"]:
         yield from line("NOT IN FORCE: ", sentence)
     if not list(always_bad(found)) and not found["not in force"]:
-        yield "nothing amiss besides" if found["known bad"] else "nothing amiss"
+        yield "nothing amiss otherwise" if found["known bad"] else "nothing amiss"
 
 
 def line(head: str, value) -> list[str]:

@@ -16,7 +16,7 @@ def explain(op: str, settings: list[str]) -> npu_ops.AttentionPlan:
         ValueError: there is no such op or field, or the spec rejects a value.
     """
     if op != "attention":
-        raise ValueError(f"op: got {op!r}, needs 'attention', the one that is planned")
+        raise ValueError(f"op: got {op!r}, needs 'attention', the only op with a plan")
     fields = {field.name: field for field in dataclasses.fields(npu_ops.AttentionSpec)}
     given = {}
     for setting in settings:

@@ -46,7 +46,7 @@ def _two_tritons(versions, environ):
     if versions.get("triton") and versions.get("triton-ascend"):
         return (
             f"triton {versions['triton']} and triton-ascend {versions['triton-ascend']} are both "
-            "installed, and share one folder: whichever came last overwrote the other",
+            "installed, and share one folder: the later installation overwrote the other",
             "pip uninstall -y triton triton-ascend && pip install triton-ascend=="
             + versions["triton-ascend"],
             "verl #4254, triton-ascend #306",
@@ -64,7 +64,7 @@ def _two_torch_npu(versions, environ):
         return None
     return (
         f"torch_npu is installed more than once: {', '.join(found)}; Python imports the first",
-        "uninstall torch_npu until pip finds none, and install the one of this torch",
+        "uninstall torch_npu until pip finds none, then install the one for this torch",
         "Ascend/pytorch #99",
     )
 
@@ -74,8 +74,8 @@ def _other_torch(versions, environ):
     if not torch_npu or not torch or minor(torch) == minor(torch_npu):
         return None
     return (
-        f"torch_npu {torch_npu} belongs to another torch than {torch}",
-        f"{install_torch_npu(torch)}; or the torch that it belongs to",
+        f"torch_npu {torch_npu} is for another version of torch than {torch}",
+        f"{install_torch_npu(torch)}; or install the torch that it is for",
         "sglang #28628",
     )
 
@@ -84,7 +84,7 @@ def _no_cann(versions, environ):
     if not versions.get("torch_npu") or any(name in environ for name in CANN_FOLDERS):
         return None
     return (
-        "torch_npu is installed and CANN is not in the environment: `import torch` fails "
+        "torch_npu is installed, but CANN is not in the environment: `import torch` fails "
         "(libhccl.so), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         "source set_env.sh of the CANN toolkit; without an NPU, uninstall torch_npu",
         "torch_npu 2.13, accelerate #3754",
@@ -118,7 +118,7 @@ def _no_extension(versions, environ):
 def _no_pybind(versions, environ):
     if versions.get("triton-ascend") and not versions.get("pybind11"):
         return (
-            "triton-ascend cannot be imported without pybind11, which it does not ask for",
+            "triton-ascend cannot be imported without pybind11, which its package does not require",
             "pip install pybind11",
             "triton-ascend 3.2.0",
         )
@@ -128,8 +128,8 @@ def _no_pybind(versions, environ):
 def _all_blocks(versions, environ):
     if environ.get("TRITON_ALL_BLOCKS_PARALLEL", "0") not in ("", "0"):
         return (
-            "TRITON_ALL_BLOCKS_PARALLEL is set, with which kernels may wait for each other forever",
-            "unset TRITON_ALL_BLOCKS_PARALLEL; ours keep to the grid limit without it",
+            "TRITON_ALL_BLOCKS_PARALLEL is set, so kernels may wait for each other forever",
+            "unset TRITON_ALL_BLOCKS_PARALLEL; npu-ops' kernels keep the grid limit without it",
             "triton-ascend #413",
         )
     return None

@@ -48,7 +48,7 @@ def write(op: str, root: pathlib.Path) -> list[pathlib.Path]:
     paths = {template: pathlib.Path(place.format(op=op)) for template, place in FILES.items()}
     there = [str(path) for path in paths.values() if (root / path).exists()]
     if op in ops() or there:
-        raise ValueError(f"name: got {op!r}, needs one of which there is nothing yet ({there})")
+        raise ValueError(f"name: got {op!r}, needs a name without existing files ({there})")
     templates = importlib.resources.files("npu_ops_tools") / "templates" / "new_op"
     for template, path in paths.items():
         text = (templates / f"{template}.txt").read_text()

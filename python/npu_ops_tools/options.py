@@ -51,7 +51,9 @@ def check_device(device: str) -> None:
     if kind in here and (numbered or not separator):
         return
     why = f" ({hardware.npu_why_not()})" if kind == "npu" and "npu" not in here else ""
-    raise ValueError(f"device: there is no {device} here{why}, only {', '.join(here)}")
+    raise ValueError(
+        f"device: got {device}, which is not here{why}, needs one of {', '.join(here)}"
+    )
 
 
 def fail(error: Exception | str) -> NoReturn:

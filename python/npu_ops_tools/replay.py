@@ -37,16 +37,18 @@ def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
             implementation = _named(table, found["implementation"], args)
             implementation.launcher(*args)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{path}: got arguments that are not {table.op}'s ({error})") from None
+            raise ValueError(
+                f"{path}: got arguments that do not fit {table.op} ({error})"
+            ) from None
         errors = shadow.compare(reference, before, args)
     return f"{table.op}: {implementation.name} on {device} against reference", errors
 
 
 def _read(path: pathlib.Path) -> dict:
     """Read a file of `shadow`, and check its names."""
-    needs = "needs one that NPU_OPS_LOG=shadow:N wrote"
+    needs = "needs a file that NPU_OPS_LOG=shadow:N wrote"
     if path.exists() and not path.is_file():  # reading a FIFO would block
-        raise ValueError(f"{path}: got no regular file, {needs}")
+        raise ValueError(f"{path}: got something other than a regular file, {needs}")
     try:
         with warnings.catch_warnings():
             # warnings about other file types, which are rejected below
@@ -61,7 +63,7 @@ def _read(path: pathlib.Path) -> dict:
     given = found if isinstance(found, dict) else {}
     names = [given.get(name) for name in ("op", "implementation", "device")]
     if not all(isinstance(name, str) for name in names) or names[0] not in Table.tables:
-        raise ValueError(f"{path}: got something else, {needs}")
+        raise ValueError(f"{path}: got another file, {needs}")
     return found
 
 
@@ -72,4 +74,7 @@ def _named(table: Table, name: str, args: tuple):
         reason = reasons[implementation.name]
         if implementation.name == name and (reason is None or reason.endswith("comes first")):
             return implementation
-    raise RuntimeError(f"{table.op}: {name} cannot run it here: {reasons.get(name, 'no such one')}")
+    raise RuntimeError(
+        f"{table.op}: {name} cannot run this call here: "
+        f"{reasons.get(name, 'no such implementation')}"
+    )

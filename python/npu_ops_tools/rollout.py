@@ -179,7 +179,9 @@ def before_pictures(following: list[int], config) -> list[int]:
     special = {getattr(config, name, None) for name in names}
     found = list(itertools.takewhile(lambda token: token not in special, following))
     if not found:
-        raise RuntimeError(f"sampled {following[0]}, which stands for a picture, after a prompt")
+        raise RuntimeError(
+            f"sampled {following[0]}, the placeholder token of a picture, after a prompt"
+        )
     return found
 
 

@@ -65,7 +65,7 @@ def standing(versions: Mapping[str, str | None], python: str = platform.python_v
     if Version(torch) < Version(OLDEST):
         return f"not supported: needs torch {OLDEST} or newer, this is {torch}"
     if npu and minor(npu) != minor(torch):
-        return f"not supported: torch_npu {npu} belongs to another torch than {torch}"
+        return f"not supported: torch_npu {npu} is for another version of torch than {torch}"
     alike = [row for row in tested() if row["torch"] == torch and _fits(row, npu)]
     alike.sort(key=lambda row: row["python"] != minor(python))
     if alike and Version(versions["torch"]).is_prerelease:
@@ -75,7 +75,7 @@ def standing(versions: Mapping[str, str | None], python: str = platform.python_v
     if alike:
         return f"tested: {_what(alike[0])}{_named(alike[0])}"
     near = [row for row in tested() if minor(row["torch"]) == minor(torch)] or tested()[-1:]
-    was = f"it was tested with {_what(near[-1])}" if near else "nothing was tested"
+    was = f"it was tested with {_what(near[-1])}" if near else "no version was tested"
     return f"should work: {was}"
 
 
@@ -94,7 +94,7 @@ def _what(row) -> str:
 def _named(row) -> str:
     """Return the images that have this torch."""
     names = [image["image"] for image in images() if image["torch"] == row["torch"]]
-    return f"; it is the torch of {', '.join(names)}" if names else ""
+    return f"; used by {', '.join(names)}" if names else ""
 
 
 # ---- tables ----

@@ -83,7 +83,7 @@ def stops(
         return
     for (package, reason), members in doctor.by_reason(rows).items():
         if members[0]["state"] not in doctor.AT_REST:
-            yield f"{package} is not changed as this trainer needs it: {reason}"
+            yield f"{package} lacks the patches that this trainer needs: {reason}"
 
 
 def _import_mindspeed() -> str | None:
@@ -106,13 +106,13 @@ def text(found: dict) -> str:
 
 
 def _installed(found: dict) -> Iterator[str]:
-    yield f"{found['trainer']}, and what it needs"
+    yield f"{found['trainer']} and its required packages"
     for package, version in found["packages"].items():
         yield f"  {package:20}{version or 'not installed'}"
 
 
 def _done(found: dict) -> Iterator[str]:
-    yield f"what npu-ops changes for it: {len(found['patches'])} functions"
+    yield f"npu-ops changes for it: {len(found['patches'])} functions"
     for (package, reason), members in doctor.by_reason(found["patches"]).items():
         names = ", ".join(dict.fromkeys(row["op"] for row in members))
         yield from doctor.line("  ", f"{package}, {len(members)} ({reason}): {names}")
@@ -120,9 +120,9 @@ def _done(found: dict) -> Iterator[str]:
 
 def _stopped(found: dict) -> Iterator[str]:
     if not found["stops"]:
-        yield "nothing that npu-ops knows of would stop it here"
+        yield "npu-ops knows no problem that would stop it here"
         return
-    yield "what would stop it here, in the order of a run"
+    yield "problems that would stop it here, in the order of a run"
     for number, sentence in enumerate(found["stops"], 1):
         yield from doctor.line(f"  {number}. ", sentence)
 

@@ -138,9 +138,9 @@ def test_tokens_that_lack_an_expert_are_nan():
     "more, says",
     [
         ({}, "got 210 rows for 69 tokens"),
-        ({"probs": torch.ones(70, EXPERTS)}, "probs: got one, needs none"),
-        ({"fused": True}, "fused: got one, needs none"),
-        ({"drop_and_pad": True}, "drop_and_pad: got one, needs none"),
+        ({"probs": torch.ones(70, EXPERTS)}, "probs: got a value, needs None"),
+        ({"fused": True}, "fused: got a value, needs None"),
+        ({"drop_and_pad": True}, "drop_and_pad: got a value, needs None"),
     ],
 )
 def test_another_sum_of_megatrons_is_refused(more, says):
@@ -239,7 +239,7 @@ def test_a_vision_towers_positions_are_trainings(version):
         ({"mode": "bicubic"}, "mode: got 'bicubic'"),
         ({"align_corners": False}, "align_corners: got False"),
         ({"padding": "zeros"}, "padding: got 'zeros'"),
-        ({"kwargs": {"interp_indices": 1}}, "interp_indices: got it from the caller"),
+        ({"kwargs": {"interp_indices": 1}}, "interp_indices: got a value from the caller"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )

@@ -122,7 +122,7 @@ def test_without_flas_dispatch_the_registry_is_refused_with_a_sentence(form, mon
     assert layers.chunk_gated_delta_rule(*heads()) == ("theirs", "chunk_gated_delta_rule")
     states = fla_rows(npu_ops_adapters.apply())
     (refused,) = [state for state in states.values() if state != "applied"]
-    assert refused.startswith("refused") and refused.endswith("fla asks no backend")
+    assert refused.startswith("refused") and refused.endswith("fla calls no backend")
 
 
 def test_an_overwritten_backend_is_seen(layers, form):
@@ -163,7 +163,7 @@ def test_an_adapter_that_fails_leaves_fla_importable(form, monkeypatch):
         (heads(width=512), {}, "q: got shape"),
         (heads(queries=3), {}, "v: got shape"),
         (tuple(x.to("meta") for x in heads()), {}, "got device meta"),
-        (heads(), {"cp_context": object()}, "cp_context: got no group"),
+        (heads(), {"cp_context": object()}, "cp_context: got None for group"),
         (heads(), {"cp_context": types.SimpleNamespace(layout="zigzag")}, "got layout 'zigzag'"),
         (heads(), {"initial_state": rows(1, 4, 16, 16).double()}, "initial_state: got"),
         (heads(), {"initial_state": rows(2, 4, 16, 16)}, "initial_state: got shape"),
@@ -183,7 +183,7 @@ def test_delta_rules_that_are_left_to_fla(layers, form, arguments, options, why)
 
 @pytest.mark.parametrize("mode", ["tokens", "chunks"])
 def test_no_delta_rule_is_left_to_fla_where_a_server_has_to_agree(layers, mode):
-    says = r"^NPU_OPS_CONSISTENT is set, and a call of \w+ is not ours: .*other"
+    says = r"^NPU_OPS_CONSISTENT is set, but npu-ops does not support a call of \w+: .*other"
     q, k, v, g, _ = heads()
     with env.override(consistent=mode):
         with pytest.raises(RuntimeError, match=says):

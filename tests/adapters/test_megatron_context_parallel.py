@@ -54,4 +54,4 @@ def test_what_keeps_megatrons_attention(monkeypatch):
     windowed = types.SimpleNamespace(context_parallel_size=2, window_size=(8, 0))
     assert "got 2 with window_size" in context_parallel.why_not(windowed)
     monkeypatch.setitem(sys.modules, "mindspeed", types.ModuleType("mindspeed"))
-    assert "MindSpeed deals sequences out" in context_parallel.why_not(shared)
+    assert "MindSpeed redistributes sequences" in context_parallel.why_not(shared)

@@ -84,7 +84,9 @@ def test_a_patch_asks_more_than_parameters(host):
     asks = patch(why_not=lambda found: said.append(found) or "it is another")
     assert state(patching.apply([asks])) == "refused: it is another" and said[0] is host.double
     broken = patch(why_not=lambda found: found.no_such_name)
-    assert "refused: it cannot be made: AttributeError" in state(patching.apply([broken]))
+    assert ("refused: npu-ops cannot create the replacement: AttributeError") in state(
+        patching.apply([broken])
+    )
     absent = patch("host.maths:absent", optional=True, why_not=lambda found: str(found))
     assert state(patching.apply([absent]), absent.target) == "refused: None"
     assert host.maths.double is host.double
@@ -244,7 +246,7 @@ def test_a_patch_is_applied_completely_or_not_at_all(host, monkeypatch):
     vars(frozen)["double"] = host.double
     monkeypatch.setitem(sys.modules, "host.frozen", frozen)
     rows = patching.apply([patch()])
-    assert state(rows) == "refused: it cannot be made: AttributeError: frozen"
+    assert state(rows) == "refused: npu-ops cannot create the replacement: AttributeError: frozen"
     assert host.maths.double is host.model.twice is frozen.double is host.double
     assert patching.verify() == []
 
@@ -255,7 +257,9 @@ def test_a_factory_that_fails_refuses_its_patch_alone(host):
 
     other = patch("host.maths:Layer.forward", made, signatures=())
     rows = patching.apply([patch(make=fails), other])
-    assert state(rows) == "refused: it cannot be made: RuntimeError: no such rule"
+    assert state(rows) == (
+        "refused: npu-ops cannot create the replacement: RuntimeError: no such rule"
+    )
     assert state(rows, other.target) == "applied"
     assert host.maths.double is host.double
 
@@ -439,7 +443,7 @@ def test_what_cannot_be_adopted_stays_as_it_is(host, caplog):
     assert "refused: expected (x, scale)" in caplog.text
     fails = patch(make=lambda original: 1 / 0)
     assert patching.place(fails, host.double) is host.double
-    assert "it cannot be made: ZeroDivisionError" in caplog.text
+    assert "npu-ops cannot create the replacement: ZeroDivisionError" in caplog.text
     with env.override(disable=frozenset({"double"})):
         assert patching.place(patch(), host.double) is host.double
 
@@ -473,7 +477,9 @@ def test_joining_and_leaving(host):
     patching.revert()
     assert said == ["joined", "left"]
     rows = patching.apply([patch(joined=lambda: 1 / 0)])
-    assert state(rows) == "refused: it cannot be made: ZeroDivisionError: division by zero"
+    assert state(rows) == (
+        "refused: npu-ops cannot create the replacement: ZeroDivisionError: division by zero"
+    )
     assert host.maths.double is host.double
 
 

@@ -89,7 +89,7 @@ def test_a_group_that_passes_calls_on_otherwise_is_refused(npu, monkeypatch):
     npu_ops_adapters.revert()
     monkeypatch.delattr(groups.ReloadableProcessGroup, "_fwd")
     npu_ops_adapters.apply()
-    refused = "refused: ReloadableProcessGroup has no _fwd, by which it passes calls on"
+    refused = "refused: ReloadableProcessGroup has no _fwd, the method that forwards calls"
     assert states()[f"{GROUPS}:ReloadableProcessGroup.reduce_scatter_single"] == refused
 
 
@@ -184,7 +184,7 @@ def test_gradients_of_out_norm_are_added_where_sequences_are_whole(megatron, cap
     assert gradients(megatron, sequence_parallel=False) == [2, 4, 4]
     assert gradients(megatron, sequence_parallel=True) == [1, 2, 4]
     assert gradients(megatron, sequence_parallel=False) == [2, 4, 4]
-    assert caplog.text.count("NPU_OPS_DISABLE=gdn_gradients leaves them") == 1
+    assert caplog.text.count("NPU_OPS_DISABLE=gdn_gradients turns this off") == 1
     npu_ops_adapters.revert()
     assert gradients(megatron, sequence_parallel=False) == [1, 2, 4]
 

@@ -83,7 +83,7 @@ def test_a_registry_that_looks_otherwise_is_left_alone(npu, monkeypatch):
     npu_ops_adapters.revert()
     monkeypatch.setitem(home._REGISTRY, "npu", "slime's own")
     npu_ops_adapters.apply()
-    assert states()["_REGISTRY.npu"] == "refused: slime has an accelerator for NPUs itself"
+    assert states()["_REGISTRY.npu"] == "refused: slime has its own accelerator for NPUs"
     monkeypatch.delitem(home._REGISTRY, "npu")
     monkeypatch.setattr(home, "_BackendRegistration", dataclasses.make_dataclass("Other", ["a"]))
     assert "got fields ('a',), needs ('factory'," in states()["_REGISTRY.npu"]

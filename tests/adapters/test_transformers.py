@@ -566,7 +566,7 @@ def test_a_loaded_model_goes_on_with_sdpa_after_revert(name, applied, caplog):
     model, inputs = transformers_models.built(name)
     model.set_attn_implementation("npu_ops")
     npu_ops_adapters.revert()
-    assert "they say 'sdpa' now" in caplog.text
+    assert "loaded models now use 'sdpa'" in caplog.text
     expected, _ = transformers_models.built(name)
     expected.set_attn_implementation("sdpa")
     with torch.no_grad():

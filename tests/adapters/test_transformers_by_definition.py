@@ -175,7 +175,7 @@ def test_another_formula_is_left_to_the_model(old, new, left, next_one, caplog):
     found = states(module)
     refused = {name for name, state in found.items() if state != "applied"}
     assert refused == left and found.keys() == PATCHED
-    sentence = "kept: a small call does not give what npu-ops gives: "
+    sentence = "kept: a small call gives another result than npu-ops: "
     assert all(found[name].startswith(sentence) for name in left)
     assert all(f"{module.__name__}:{name}: {sentence}" in caplog.text for name in left)
 
@@ -230,7 +230,7 @@ def test_a_vision_tower_with_another_rotation_is_refused(applied):
 
 def test_a_norm_without_a_weight_is_kept_with_its_reason(applied):
     state = states(glm5_next)["Glm5NextTextUnweightedRMSNorm.forward"]
-    assert state.endswith("ValueError: weight: got none, needs one for each element")
+    assert state.endswith("ValueError: weight: got None, needs a weight for each element")
 
 
 def test_a_step_by_channel_has_the_bits_of_training(applied):

@@ -213,7 +213,7 @@ def test_what_a_heuristic_cannot_know_is_asked_for(name, signature, error):
     done = command(f"{DECORATED}::{name}", "--signature", signature)
     assert done.exit_code == 2 and error in done.stderr
     if "heuristic" in error:
-        assert "=VALUE, or the values that it asks for in the signature" in done.stderr
+        assert "=VALUE, or values of its arguments in the signature" in done.stderr
 
 
 PACKAGE = {

@@ -25,7 +25,7 @@ def test_an_object_is_found_or_missed_with_a_sentence(tmp_path, monkeypatch):
     built.touch()
     assert ascendc.locate("rope", "ascend910_93") == built
     sentence = ascendc.locate("rope", "ascend910b")
-    assert sentence == "its AscendC kernel is built for ascend910_93, this is ascend910b"
+    assert sentence == "its AscendC kernel is built for ascend910_93, not for ascend910b"
 
 
 @pytest.mark.parametrize("soc", ["Ascend950PR_9579", "Ascend910_95"])
@@ -33,8 +33,7 @@ def test_an_npu_without_a_build_is_told_why(soc, monkeypatch):
     monkeypatch.setattr(hardware, "npu_name", lambda: soc)
     sentence = ascendc.why_not("rope", torch.device("cpu"))
     assert (
-        sentence
-        == f"its AscendC kernel was never run on the instructions of {soc}, which are others"
+        sentence == f"its AscendC kernel was never run with the instructions of {soc}, which differ"
     )
 
 
@@ -66,7 +65,7 @@ def arguments(op, **given):
     "keys, A_log, sentence",
     [
         (256, torch.zeros(1), None),
-        (256, None, "gates are ready, it computes them"),
+        (256, None, "the call passes computed gates, the kernel takes A_log and dt_bias"),
     ],
 )
 def test_what_decoding_declines(keys, A_log, sentence):
@@ -84,4 +83,4 @@ def test_a_convolution_moves_whole_channels_or_columns():
 
     state = torch.empty(2, 8, 6)
     assert said(state) is said(state[..., 1:4]) is said(state.mT.contiguous().mT) is None
-    assert said(state[..., ::2]) == "neither channels nor columns of conv_state lie in one piece"
+    assert said(state[..., ::2]) == "neither channels nor columns of conv_state are contiguous"

@@ -86,5 +86,5 @@ def test_with_a_torch_npu_that_does_not_import(tmp_path, imported):
         "print(hardware.npu_why_not(), hardware.npu_count(), hardware.npu_name())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    said = "torch_npu is installed and not imported (TORCH_DEVICE_BACKEND_AUTOLOAD=0?) 0 None\n"
+    said = "torch_npu is installed but not imported (TORCH_DEVICE_BACKEND_AUTOLOAD=0?) 0 None\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr

@@ -118,7 +118,7 @@ def test_a_torch_operator_is_defined_once():
 def test_a_function_is_explained_once():
     table = Table("op", [implementation("cpu")])
     registry.explains("function", table, lambda x: (x,))
-    with pytest.raises(ValueError, match="'function' is explained already"):
+    with pytest.raises(ValueError, match="'function' is registered already"):
         registry.explains("function", table, lambda x: (x,))
 
 
@@ -144,7 +144,7 @@ def test_forced_implementation_that_is_not_there():
     table = Table("op", [implementation("cpu"), implementation("reference")])
     with env.override(impl={"op": "aclnn"}):
         with pytest.raises(
-            RuntimeError, match="NPU_OPS_IMPL forces op=aclnn; it has cpu, reference"
+            RuntimeError, match="NPU_OPS_IMPL forces op=aclnn, needs one of cpu, reference"
         ):
             table.run(X)
 

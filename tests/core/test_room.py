@@ -47,4 +47,4 @@ def test_another_complaint_and_the_smallest_are_passed_on(toy, complaint, tried)
 def test_it_is_said_once(toy, caplog):
     launch = launching(toy, 32, [], "ub overflow")
     launch(1, y=2), launch(1, y=2)
-    assert len(caplog.records) == 1 and "toy: this compiler finds no room" in caplog.text
+    assert len(caplog.records) == 1 and "toy: this compiler does not fit" in caplog.text

@@ -309,7 +309,7 @@ def test_a_folder_is_no_file(tmp_path):
 
 
 def test_an_argument_that_a_file_cannot_hold_is_refused_as_it_is_frozen():
-    with pytest.raises(TypeError, match="needs one that a file may hold"):
+    with pytest.raises(TypeError, match="needs a type that a file"):
         shadow.freeze((torch.ones(1), object()))
     with pytest.raises(ValueError, match="two named tuples are called Rule"):
         shadow.keep(type("Rule", (tuple,), {}))
@@ -321,7 +321,7 @@ def test_files_are_few(monkeypatch, caplog, tmp_path):
         for _ in range(12):
             npu_ops.l2norm(torch.randn(2, 4))
     assert len(list(tmp_path.glob("*.pt"))) == shadow.MOST_FILES
-    assert messages(caplog, logging.ERROR)[-1].endswith("10 files are written already")
+    assert messages(caplog, logging.ERROR)[-1].endswith("this process wrote 10 already")
 
 
 class Mine:
@@ -357,4 +357,4 @@ def test_replay_of_something_else(tmp_path, make):
     assert wrong.exit_code == 2 and sentence.startswith("npu-ops: ") and str(path) in sentence
     assert "weights_only" not in sentence and "trust" not in sentence
     if path.exists():
-        assert sentence.endswith("needs one that NPU_OPS_LOG=shadow:N wrote")
+        assert sentence.endswith("needs a file that NPU_OPS_LOG=shadow:N wrote")

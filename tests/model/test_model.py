@@ -123,7 +123,7 @@ def test_a_barrier_waits_for_all():
 
 
 def test_a_flag_that_nobody_set_is_refused():
-    with pytest.raises(machine.Unknown, match="a flag that nobody set"):
+    with pytest.raises(machine.Unknown, match="a flag that is never set"):
         programs(SETUP + FLAG.format("wait") + ADD)
 
 
@@ -384,7 +384,7 @@ def test_the_command_takes_one_case_and_counts_what_pytorch_launches_beside():
     case = cases.of("gdn_gate").REPRESENTATIVE[0]
     assert f"npu-ops: {case}" in done.stderr and "--all predicts every one" in done.stderr
     assert done.stdout.count("_gdn_gate_kernel") == 1
-    assert re.search(r"beside them \d+ launches of PyTorch, at least \d+\.\d us: ", done.stdout)
+    assert re.search(r"in addition \d+ launches of PyTorch, at least \d+\.\d us: ", done.stdout)
 
 
 def test_what_pytorch_launches_beside():

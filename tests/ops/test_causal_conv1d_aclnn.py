@@ -49,7 +49,7 @@ def test_what_it_declines(monkeypatch):
         if case.width > 3:
             assert why_not == f"the filter has {case.width} taps, the vendor's operator has 3"
         elif case.state:
-            assert why_not == "the vendor's operator has no states"
+            assert why_not == "the vendor's operator supports no states"
         elif case.lengths:
             assert why_not == "the vendor's operator takes no packed sequences"
         else:
@@ -62,4 +62,6 @@ def test_it_is_of_one_generation(soc, taken, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(hardware, "npu_name", lambda: soc)
     said = aclnn._soc_why_not.__wrapped__()
-    assert (said is None) == taken and (taken or said == "it is for Ascend950, this is Ascend910B3")
+    assert (said is None) == taken and (
+        taken or said == "the vendor's operator needs an Ascend950, this is Ascend910B3"
+    )

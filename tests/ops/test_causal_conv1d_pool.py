@@ -124,7 +124,9 @@ def test_slots_of_a_traced_call():
     y, _ = traced(**call)
     assert torch.equal(y, npu_ops.causal_conv1d(**eager)[0])
     for wrong in ([3, -1, 3, 5], [3, -1, -2, 5], [3, -1, 6, 5]):
-        with pytest.raises(RuntimeError, match="got one twice or outside, needs 0 to 5, all"):
+        with pytest.raises(
+            RuntimeError, match="got a slot twice or out of range, needs 0 to 5, all"
+        ):
             traced(**call | {"conv_state_indices": torch.tensor(wrong)})
     torch._dynamo.reset()
 

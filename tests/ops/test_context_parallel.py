@@ -165,7 +165,7 @@ def test_what_does_not_go_together(call):
     given["initial_state"] = (
         torch.zeros(1, 2, 24, 16) if call == "v first" else torch.zeros(1, 24, 4)
     )
-    with pytest.raises(ValueError, match="^initial_state: got one with cp_group, needs None"):
+    with pytest.raises(ValueError, match="^initial_state: got a value with cp_group, needs None"):
         function(**given, cp_group=object())
     del given["initial_state"]
     with pytest.raises(ValueError, match="^cp_layout: got 'ring', needs one of 'contiguous'"):
@@ -179,7 +179,7 @@ def test_what_does_not_go_together(call):
 @pytest.mark.parametrize("name", ["return_intermediate_states", "carry_unfinished"])
 def test_states_between_chunks_are_those_of_one_rank(name):
     function, make = CALLS["v first"]
-    with pytest.raises(ValueError, match=f"^cp_group: got one with {name}, needs None"):
+    with pytest.raises(ValueError, match=f"^cp_group: got a value with {name}, needs None"):
         function(**make(batch=1), cp_group=object(), **{name: True})
 
 

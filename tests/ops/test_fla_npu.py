@@ -47,7 +47,7 @@ CHUNKS = [
 ]
 DECLINED = {
     "there are 65 tokens": dataclasses.replace(CHUNKS[0], tokens=65),
-    "K is 64 and V 128": dataclasses.replace(CHUNKS[0], keys=64),
+    "K is 64 and V is 128": dataclasses.replace(CHUNKS[0], keys=64),
     "cu_seqlens are on the device": dataclasses.replace(CHUNKS[0], sequences=2),
 }
 

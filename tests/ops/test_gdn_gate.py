@@ -342,7 +342,7 @@ def test_what_ascendc_kernels_decline(heads, beta, threshold):
     if heads > 8192:
         assert says == "rows of 8193 elements are longer than 8192"
     elif beta != 1 or threshold < 17:
-        assert says == f"softplus has beta {beta}, threshold {threshold}"
+        assert says.startswith(f"softplus has beta {beta}, threshold {threshold}, the kernel")
     else:
         assert says is None
 

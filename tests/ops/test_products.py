@@ -143,7 +143,9 @@ def test_wrong_shapes_are_refused_as_pytorch_does(replaced):
 def test_a_format_of_the_vendors_is_an_error(replaced, monkeypatch):
     monkeypatch.setattr(formats, "format_why_not", lambda x: "the vendor's format 29")
     x, weight, bias = drawn()
-    with pytest.raises(ValueError, match="weight: got the vendor's format 29, needs ND .*NZ=0"):
+    with pytest.raises(
+        ValueError, match="weight: got the vendor's format 29, needs format ND .*NZ=0"
+    ):
         torch.nn.functional.linear(x, weight, bias)
 
 
@@ -153,7 +155,7 @@ def test_a_graph_meets_a_format_of_the_vendors_when_it_runs(monkeypatch):
     x, weight, bias = drawn()
     with forced("reference", "linear"):
         compiled = torch.compile(npu_ops.linear, backend="aot_eager", fullgraph=True)
-        with pytest.raises(ValueError, match="x: got format 29, needs ND"):
+        with pytest.raises(ValueError, match="x: got format 29, needs format ND"):
             compiled(x, weight, bias)
 
 

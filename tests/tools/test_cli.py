@@ -60,7 +60,7 @@ def test_where(name):
 
 def test_explain_attention():
     said = call("explain", "attention", "layout=TND", "keys=packed", "heads=16", "head_dim=72")
-    assert said.startswith("our flash attention runs it") and "pass cu_seqlens_cpu" in said
+    assert said.startswith("our flash attention runs the call") and "pass cu_seqlens_cpu" in said
     plan = json.loads(call("explain", "attention", "is_causal=true", "training=true", "--json"))
     assert plan["operator"] == "npu_fusion_attention" and plan["sparse_mode"] == 3
     wrong = command("explain", "attention", "heads=x", code=2)
@@ -82,7 +82,7 @@ def test_a_device_that_is_not_here_is_one_sentence(verb, device, tmp_path, monke
         return
     (sentence,) = call(verb, *file, "--device", device, code=2).splitlines()
     why = " (torch_npu is not installed)" if device.startswith("npu") else ""
-    assert sentence == f"npu-ops: device: there is no {device} here{why}, only cpu"
+    assert sentence == f"npu-ops: device: got {device}, which is not here{why}, needs one of cpu"
 
 
 def test_where_of_something_else():
@@ -203,7 +203,7 @@ def test_bench_of_something_else():
 def test_report_of_something_else(tmp_path):
     assert "no such file" in command("report", tmp_path / "no.csv", code=2)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    assert "needs what npu-ops bench wrote" in command("report", tmp_path / "other.csv", code=2)
+    assert "needs one that npu-ops bench wrote" in command("report", tmp_path / "other.csv", code=2)
 
 
 def test_demo_trains_and_compares(tmp_path):
@@ -211,7 +211,7 @@ def test_demo_trains_and_compares(tmp_path):
         *("demo", "--output", tmp_path, "--megatron", MEGATRON, "--steps", 10, "--seeds", 2),
         COLUMNS="200",
     )
-    for check in ("took part on one side only", "loss decreases", "equal without", "alike with"):
+    for check in ("in one of the two trainings", "loss decreases", "equal without", "alike with"):
         assert f"{check}" in shown
     assert "equal without dropout: Gated Delta Net and attention 3:1" in shown
     assert shown.count("yes ") == 5 and "NO " not in shown

@@ -158,9 +158,15 @@ def test_a_module_that_this_version_has_not():
         ({"rope": "cpu"}, None),
         ({"rope_backward": "cpu"}, None),
         ({"add_rms_norm": "cpu"}, None),
-        ({"rope": "triton_ascend"}, "NPU_OPS_IMPL=rope=triton_ascend: it runs on no device here"),
-        ({"rope": "aclnn"}, "NPU_OPS_IMPL=rope=aclnn: it runs on no device here"),
-        ({"attention": "aclnn"}, "NPU_OPS_IMPL=attention=aclnn: it runs on no device here"),
+        (
+            {"rope": "triton_ascend"},
+            ("NPU_OPS_IMPL=rope=triton_ascend: this implementation runs on no device here"),
+        ),
+        ({"rope": "aclnn"}, "NPU_OPS_IMPL=rope=aclnn: this implementation runs on no device here"),
+        (
+            {"attention": "aclnn"},
+            ("NPU_OPS_IMPL=attention=aclnn: this implementation runs on no device here"),
+        ),
         ({"nope": "cpu"}, "NPU_OPS_IMPL=nope=cpu: there is no such op"),
     ],
 )
@@ -182,7 +188,8 @@ def always(versions, environ):
     "versions, environ, what, fix",
     [
         ({"triton": "3.7.0"}, {}, "share one folder", "pip uninstall -y triton triton-ascend"),
-        ({"torch_npu": "2.8.0"}, CANN, "another torch than 2.13.0", "torch_npu==2.13.0.*"),
+        ({"torch_npu": "2.8.0"}, CANN, ("another version of torch than "
+        "2.13.0"), "torch_npu==2.13.0.*"),
         ({"torch_npu": "2.13.0"}, {}, "CANN is not in the environment", "set_env.sh"),
         (
             {"torch_npu": "2.13.0", "sglang": "0.5.23"}, CANN, "the server does not start",
@@ -312,7 +319,7 @@ def test_it_is_readable_in_80_columns():
     text = doctor.text(found)
     assert max(map(len, text.splitlines())) <= doctor.WIDTH == 80
     assert text.count("\nNOT IN FORCE: ") == 6 and "KNOWN BAD: word" in text
-    assert "2 can be undone" in text
+    assert "2 patches can be undone" in text
 
 
 def test_nothing_is_said_of_devices_that_are_not_there(monkeypatch):
@@ -366,7 +373,7 @@ def test_kernels_of_another_cann_are_amiss(monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann-8.5.2")
     (said,) = doctor.not_in_force(found)
     assert said == (
-        "AscendC kernels: built with /opt/cann-8.5.0, and the CANN here is /opt/cann-8.5.2"
+        "AscendC kernels: built with /opt/cann-8.5.0, but the CANN here is /opt/cann-8.5.2"
     )
     monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann-8.5.0")
     assert not list(doctor.not_in_force(found))

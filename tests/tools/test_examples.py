@@ -35,8 +35,8 @@ REPORT = {"format": 1, "environment": {"npu_ops": "1"}, "results": []}
 # tests/model/test_calibration.py) or a model folder (see tests/emulator/test_launches.py).
 DECLINED = {
     "npu-ops launches path/to/Qwen3.5-9B": "needs a folder with a config.json",
-    "npu-ops verify": "device: there is no npu here",
-    "npu-ops tune": "device: there is no npu here",
+    "npu-ops verify": "device: got npu, which is not here",
+    "npu-ops tune": "device: got npu, which is not here",
     "npu-ops model --calibrate full/verify.json": "needs npu-ops verify --full on an NPU",
 }
 

@@ -310,7 +310,10 @@ def test_every_axis_has_room_for_its_values_and_ticks(values, log):
 def test_what_is_no_result_is_refused(tmp_path):
     with (tmp_path / "other.csv").open("w") as file:
         csv.writer(file).writerow(["a", "b"])
-    for path, said in ((tmp_path, "needs what npu-ops bench wrote"), (tmp_path / "no", "no such")):
+    for path, said in (
+        (tmp_path, ("needs one that npu-ops bench wrote")),
+        (tmp_path / "no", "no such"),
+    ):
         done = CliRunner().invoke(app, ["report", str(path)])
         assert done.exit_code == 2 and said in done.stderr
 

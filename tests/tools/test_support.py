@@ -30,15 +30,15 @@ def tested(monkeypatch):
 @pytest.mark.parametrize(
     "torch, torch_npu, python, said",
     [
-        ("2.9.0", "2.9.0", "3.11", r"tested: .* torch_npu 2.9.0.post9 \(Python 3.11\); it"),
+        ("2.9.0", "2.9.0", "3.11", r"tested: .* torch_npu 2.9.0.post9 \(Python 3.11\); used by"),
         ("2.9.0+cpu", None, "3.11", "tested: torch 2.9.0 and "),
-        ("2.9.0", "2.9.0", "3.12", "tested: .* Triton, emulated NPU: 2 failed, 9 passed; it is"),
+        ("2.9.0", "2.9.0", "3.12", "tested: .* Triton, emulated NPU: 2 failed, 9 passed; used by"),
         ("2.9.0", "2.9.0", "3.10", "tested: .* .Python 3.11."),
         ("2.9.1", "2.9.1", "3.11", "should work: it was tested with torch 2.9.0 and"),
         ("2.15.0", "2.15.0", "3.11", r"should work: it was tested with torch 2.15.0 \(Python"),
         ("2.16.0", None, "3.11", "should work: it was tested with torch 2.15.0"),
         ("2.6.0", "2.6.0", "3.11", "not supported: needs torch 2.7 or newer, this is 2.6.0"),
-        ("2.9.0", "2.8.0", "3.11", "not supported: torch_npu 2.8.0 belongs to another"),
+        ("2.9.0", "2.8.0", "3.11", "not supported: torch_npu 2.8.0 is for another"),
         ("2.9.0a0+git1234", None, "3.11", "should work: this torch was built from source; "),
         (None, None, "3.11", "not supported: torch is not installed"),
     ],
@@ -51,7 +51,7 @@ def test_what_doctor_says_of_a_torch(tested, torch, torch_npu, python, said):
 def test_before_anything_was_tested(monkeypatch):
     monkeypatch.setattr(support, "tested", lambda: [])
     said = support.standing({"torch": "2.9.0", "torch_npu": None}, "3.11")
-    assert said == "should work: nothing was tested"
+    assert said == "should work: no version was tested"
 
 
 def test_doctor_prints_the_row_of_this_machine():

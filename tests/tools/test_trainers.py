@@ -43,7 +43,7 @@ def test_what_stops_it_comes_in_the_order_of_a_run():
         "ray is not installed",
         "slime is not installed",
         "no rollout engine is installed: sglang",
-        "slime is not changed as this trainer needs it: refused: another signature",
+        "slime lacks the patches that this trainer needs: refused: another signature",
     ]
 
 
@@ -69,7 +69,7 @@ def test_the_command_on_this_machine(name):
     """No trainer is installed where these tests run."""
     done = CliRunner().invoke(app, ["doctor", "--trainer", name])
     assert done.exit_code == 1
-    assert f"{name}, and what it needs" in done.output
+    assert f"{name} and its required packages" in done.output
     assert "  1. torch_npu is not installed: pip install" in done.output
     assert f". {name} is not installed" in done.output
     assert max(map(len, done.output.splitlines())) <= 80

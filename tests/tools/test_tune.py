@@ -114,7 +114,7 @@ def test_a_table_without_times_is_shown(table):
     row = {"op": "op", "dtype": "float32", "width": 8, "bits": 5, "implementation": "b"}
     table.write_text(json.dumps({"format": preferences.FORMAT, "rows": [row]}))
     said = call("tune", "--device", "cpu", "--show")
-    assert "1 classes, 0 of them by another implementation" in said
+    assert "1 classes, 0 of them with another implementation than before" in said
 
 
 def test_a_file_that_is_no_table_is_one_sentence(tmp_path):

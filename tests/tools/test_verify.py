@@ -22,18 +22,18 @@ from npu_ops.core.registry import Table, launched_by
 LIMIT = 12.0
 pytestmark = pytest.mark.xdist_group("verify")  # tests share `with_faults`
 FAULTS = {  # case of l2norm: (what the kernel does, what the report says)
-    "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, in bounds: l2norm"),
-    "one-head": ("os.abort()", "crashed: the process died of SIGABRT in bounds: l2norm"),
+    "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, during bounds: l2norm"),
+    "one-head": ("os.abort()", "crashed: the process died of SIGABRT during bounds: l2norm"),
     "odd-t63-d60-behind5": ("out.view(-1)[77] += 0.1", "values: output 0: error ratio"),
     "odd-t65-d129-behind0": (
         "ctypes.memset(out.data_ptr() + out.nbytes, 0, 4)",
-        "bounds: l2norm: 4 bytes behind out were written, as far as 4 bytes from it",
+        "bounds: l2norm: 4 bytes behind out were overwritten, up to 4 bytes away",
     ),
     "odd-t131-d256-behind0": (
         "ctypes.memset(out.data_ptr() - 8, 0, 2)",
-        "bounds: l2norm: 2 bytes before out were written, as far as 8 bytes from it",
+        "bounds: l2norm: 2 bytes before out were overwritten, up to 8 bytes away",
     ),
-    "wide-2048": ("x[0, 0, 0] = 0", "in the memory of x that are not its to write"),
+    "wide-2048": ("x[0, 0, 0] = 0", "of the memory of x outside the outputs were overwritten"),
     "wide-4096": (
         "out.view(-1)[5] *= 1 + 2**-7 * (next(calls) % 2)",
         "determinism: run 2 differs from run 1 in 1 elements of output 0",
@@ -87,7 +87,7 @@ def test_a_rank_with_another_table_is_reported_by_name(tmp_path):
     variables = {"PYTHONPATH": str(tmp_path)}
     found = two_ranks.run("cpu", ["other_table"], variables, limit=300)
     assert found["verdict"] == "wrong"
-    assert "preferences: rank" in found["why"] and "has another table for cpu" in found["why"]
+    assert "preferences: ranks" in found["why"] and "have different tables for cpu" in found["why"]
 
 
 def test_the_page_has_all_of_it_and_loads_nothing(with_faults):
@@ -163,7 +163,7 @@ def test_a_journal_keeps_what_was_done(tmp_path):
     path.write_text(path.read_text() + '{"what": "fin')
     again = runs.Journal(path, key)
     assert again.done.keys() == {"a", "c"}
-    assert again.done["c"]["why"].startswith("ended: verify, or the machine")
+    assert again.done["c"]["why"].startswith("interrupted: verify or the machine")
     assert runs.Journal(path, {"device": "npu"}).done == {}
 
 
@@ -346,7 +346,7 @@ def test_compare(tmp_path):
     for path, one in zip(paths, (before, after), strict=True):
         path.write_text(json.dumps(one))
     said = call("verify", "--compare", *paths, code=1)
-    assert "slower: a: 2.00 of the time before" in said and "newly wrong: c" in said
+    assert "slower: a: 2.00 times the old time" in said and "newly wrong: c" in said
     call("verify", "--compare", paths[0], paths[0])
 
 

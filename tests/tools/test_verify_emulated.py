@@ -17,7 +17,7 @@ FAULTS = {  # case of l2norm: (what the kernel does, what the report says)
     "one-head": ("out.view(-1)[77] += 0.1", "values: output 0: error ratio"),
     "one-element": (
         "torch.npu.synchronize(); ctypes.memset(out.data_ptr() + out.nbytes, 0, 4)",
-        "bounds: l2norm: 4 bytes behind out were written, as far as 4 bytes from it",
+        "bounds: l2norm: 4 bytes behind out were overwritten, up to 4 bytes away",
     ),
     "wide-4096": (
         "out.view(-1)[5] *= 1 + 2**-7 * (next(calls) % 2)",

@@ -60,17 +60,17 @@ def _check_what_goes_together(call) -> None:
     if not packed and call.cu_seqlens_q is not None:
         raise ValueError(f"layout: got {call.layout!r} with cu_seqlens_q, needs 'TND'")
     if call.cu_seqlens_k is not None and (paged or call.cu_seqlens_q is None):
-        raise ValueError("cu_seqlens_k: got one, needs cu_seqlens_q and no block_table with it")
+        raise ValueError("cu_seqlens_k: got a value, needs cu_seqlens_q, and no block_table")
     if paged and call.seqlens_k is None:
-        raise ValueError("seqlens_k: got None, needs the keys of each sequence for a block_table")
+        raise ValueError("seqlens_k: got None, needs the number of keys of each sequence")
     if call.seqlens_k is not None and packed and not paged:
-        raise ValueError("seqlens_k: got one with packed keys, needs cu_seqlens_k in its place")
+        raise ValueError("seqlens_k: got a value with packed keys, needs cu_seqlens_k instead")
     for name in ("attn_mask", "bias"):
         if getattr(call, name) is not None and (packed or paged):
-            raise ValueError(f"{name}: got one with packed or paged tokens, needs None")
+            raise ValueError(f"{name}: got a value with packed or paged tokens, needs None")
     if call.attn_mask is not None and (call.is_causal or call.window is not None):
         name = "is_causal" if call.is_causal else "window"
-        raise ValueError(f"{name}: got one with attn_mask, needs all of the mask in one of them")
+        raise ValueError(f"{name}: got a value with attn_mask, needs only one of the two")
 
 
 def _check_bias_and_mask(call) -> None:
@@ -83,8 +83,8 @@ def _check_bias_and_mask(call) -> None:
     _check_pairs("attn_mask", mask, call.q, call.k)
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"attn_mask: got {check.short(mask.dtype)}, needs bool, True takes part (what is added "
-            "is a bias)"
+            f"attn_mask: got {check.short(mask.dtype)}, needs bool, True where a key takes part "
+            "(pass an additive mask as bias)"
         )
 
 
@@ -99,7 +99,9 @@ def _check_pairs(name: str, x, q, k) -> None:
         fits = x.dim() == 4 and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
     if not fits:
         raise check.shape(
-            name, x, f"{list(full[2:])}, or {list(full)} where any may be 1 (not 1 or 3 dimensions)"
+            name,
+            x,
+            f"{list(full[2:])}, or {list(full)} where any size may be 1 (not 1 or 3 dimensions)",
         )
 
 
@@ -153,7 +155,7 @@ def _check_lengths_on_host(call, sequences: int) -> None:
         ("seqlens_k_cpu", call.seqlens_k_cpu, None, call.seqlens_k),
     ):
         if x is not None and (call.seqlens_k if total is None else call.cu_seqlens_q) is None:
-            raise ValueError(f"{name}: got one, needs {name.removesuffix('_cpu')} with it")
+            raise ValueError(f"{name}: got a value, needs {name.removesuffix('_cpu')} too")
         if x is not None:
             _check_lengths(name, x, None, sequences + (total is not None), total)
             _check_copy(name, x, original)
@@ -165,7 +167,7 @@ def _check_copy(name: str, x, original) -> None:
     A tensor on a device is not read, so its copy is not checked.
     """
     if library.readable(original) and library.readable(x) and original.tolist() != x.tolist():
-        needs = f"those of {name.removesuffix('_cpu')}, {original.tolist()}"
+        needs = f"the values of {name.removesuffix('_cpu')}, {original.tolist()}"
         raise ValueError(f"{name}: got {x.tolist()}, needs {needs}")
 
 
@@ -177,7 +179,9 @@ def _check_blocks(call, sequences: int) -> None:
     if table.dim() != 2 or table.shape[0] != sequences:
         raise check.shape("block_table", table, f"[{sequences}, blocks]")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
-        raise ValueError("block_table: got one with inputs that require a gradient, needs no_grad")
+        raise ValueError(
+            "block_table: got a tensor with inputs that require a gradient, needs no_grad"
+        )
 
 
 def _check_lengths(name: str, x, q, entries: int | None, total: int | None = None) -> None:

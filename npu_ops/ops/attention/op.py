@@ -41,7 +41,9 @@ def _outputs(x):
 
 def _gradients(x):
     if x.block_table is not None:
-        raise NotImplementedError("attention: got a gradient with a block_table, which has none")
+        raise NotImplementedError(
+            "attention: got a backward call with a block_table, needs one without"
+        )
     wide = x.lse.dtype
     return (
         *(torch.empty_like(tensor) for tensor in (x.q, x.k, x.v)),

@@ -98,10 +98,10 @@ class AttentionSpec:
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"kv_heads: got {self.kv_heads}, needs a divisor of {self.heads}")
         if self.window is not None and self.prefix:
-            raise ValueError("window: got one with a prefix, needs one of them")
+            raise ValueError("window: got a value with a prefix, needs only one of the two")
         if self.mask and (self.is_causal or self.window is not None or self.prefix):
             raise ValueError(
-                "mask: got one with is_causal, window or prefix, needs all of it in it"
+                "mask: got a mask with is_causal, window or prefix, needs only one of them"
             )
         if self.prefix and self.keys != "dense":
             raise ValueError(f"keys: got {self.keys!r} with a prefix, needs 'dense'")
@@ -188,7 +188,7 @@ class AttentionPlan:
         return "; ".join(reasons) or f"{self.operator} comes first"
 
     def __str__(self) -> str:
-        told = [f"{self.operator} runs it, layout {self.layout}"]
+        told = [f"{self.operator} runs the call, layout {self.layout}"]
         if self.mask_kind == "none":
             told.append("without a mask: every key takes part")
         elif self.runs == "aclnn":
@@ -198,19 +198,19 @@ class AttentionPlan:
         if self.mask == "compressed":
             told.append(f"with the {COMPRESSED} x {COMPRESSED} mask kept on the device")
         if self.lengths != "none":
-            zero = ", the leading zero dropped" if self.drop_leading_zero else ""
-            told.append(f"keys' lengths as a list of {_LENGTHS[self.lengths]}{zero}")
+            zero = " without the leading zero" if self.drop_leading_zero else ""
+            told.append(f"key lengths as {_LENGTHS[self.lengths]}{zero}")
         if self.pad_head_dim:
             told.append(f"heads padded to {self.pad_head_dim}")
         if self.graph_update:
-            told.append(f"a replayed graph needs a new {self.graph_update}")
+            told.append(f"update {self.graph_update} before each replay of a graph")
         text = "; ".join((*told, *self.notes)) + "."
         for name, why in self.refused:
             text += f" Not {name}: {why}."
         return text
 
 
-_LENGTHS = {"ends": "cumulative ends", "each": "one for each sequence"}
+_LENGTHS = {"ends": "a list of cumulative ends", "each": "a list with one length per sequence"}
 
 
 def plan_attention(spec: AttentionSpec) -> AttentionPlan:
@@ -247,7 +247,9 @@ def _planned(spec: AttentionSpec) -> AttentionPlan:
             return _tell(operator, spec, tuple(refused))
         refused.append((operator.name, why))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused)
-    raise ValueError(f"device: got {spec.device!r}, which has nothing for this ({reasons})")
+    raise ValueError(
+        f"device: got {spec.device!r}, which has no operator for this call ({reasons})"
+    )
 
 
 def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
@@ -260,12 +262,14 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
     if spec.dtype not in operator.dtypes:
         return f"it has no {spec.dtype} kernel"
     if spec.keys not in operator.keys:
-        return f"it has no {spec.keys} keys"
+        return f"it does not support {spec.keys} keys"
     for name in ("bias", "softcap", "dropout", "sinks", "nonpositive_scale"):
         if getattr(spec, name) and name not in operator.takes:
-            return _LACKS.get((vendor, name), f"it has no {name}")
+            return _LACKS.get((vendor, name), f"it does not support {name}")
     if spec.mask_kind not in operator.masks:
-        return _LACKS.get((vendor, spec.mask_kind), f"it has no mask {spec.mask_kind}")
+        return _LACKS.get(
+            (vendor, spec.mask_kind), f"it does not support the mask {spec.mask_kind}"
+        )
     if spec.lse_gradient and "lse gradient" not in operator.takes:
         return "its backward takes no gradient of the log-sum-exp"
     if operator.runs == "triton_ascend" and spec.keys == "paged":
@@ -283,18 +287,18 @@ def page_why_not(size: int, soc: str, consistent: bool) -> str | None:
     """
     fewest = 64 if consistent else 32 if socs.is_ascend950(soc) else 16
     if size % fewest:
-        asked = ", for NPU_OPS_CONSISTENT" if consistent else ""
-        return f"blocks of {size} keys are not a multiple of {fewest}{asked}"
+        asked = ", which NPU_OPS_CONSISTENT needs" if consistent else ""
+        return f"blocks of {size} keys are not a multiple of {fewest} keys{asked}"
     return None
 
 
 _LACKS = {
-    (True, "nonpositive_scale"): "it is not known to mask after it multiplies by the scale",
+    (True, "nonpositive_scale"): "it may mask before it multiplies by the scale",
     (False, "nonpositive_scale"): "it multiplies its causal mask, -inf, by the scale",
-    (True, "dropout"): "it draws a mask of its own, which recomputation would have to find again",
-    (True, "bias"): "it multiplies a bias by the scale, or reads one of one row wrong",
+    (True, "dropout"): "it draws its own dropout mask, which recomputation would have to reproduce",
+    (True, "bias"): "it multiplies a bias by the scale, or misreads a bias with one row",
     (True, "dense"): "it ignores a dense mask of one row past key 512 (vllm-ascend #15503)",
-    (True, "window from the top left"): "a window counts from the last query and key in it",
+    (True, "window from the top left"): "its windows count from the last query and the last key",
 }
 
 
@@ -308,22 +312,22 @@ def _dims_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
             known = ", ".join(str(d) if d == v else f"{d}/{v}" for d, v in operator.dims)
             return f"packed queries need head dimension {known}, not {dim} (vllm-ascend #9632)"
     elif operator.one_dim and value != dim:
-        return f"values of {value} need a head dimension of {value}, not {dim}"
+        return f"value dimension {value} needs head dimension {value}, not {dim}"
     if operator.runs == "aclnn" and value > dim:
-        return f"values of {value} are wider than the head dimension {dim}"
+        return f"value dimension {value} is above the head dimension {dim}"
     return None
 
 
 def _vendor_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
     """Return None, or which limit of all torch_npu operators the call exceeds."""
     if spec.consistent:
-        return "nothing says in which order it sums, which NPU_OPS_CONSISTENT asks for"
+        return "its order of sums is not documented, and NPU_OPS_CONSISTENT needs a known order"
     if spec.heads > 256:
         return f"{spec.heads} heads are above 256"
     if spec.keys != "dense" and not spec.host_lengths:
         return "it takes lengths from the host: pass cu_seqlens_cpu (seqlens_k_cpu for a cache)"
     if spec.graph_capture and operator.captured:
-        return f"a graph cannot capture it, for {operator.captured}"
+        return f"a graph cannot capture it: {operator.captured}"
     if spec.deterministic and spec.training:
         return "its backward adds in any order unless torch's deterministic algorithms are on"
     if "infer" not in operator.name:
@@ -336,7 +340,7 @@ def _vendor_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 def _cache_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
     if not 16 <= spec.block_size <= 512 or spec.block_size % 16:
-        return f"blocks of {spec.block_size} keys are not 16 to 512, by 16"
+        return f"blocks of {spec.block_size} keys are not a multiple of 16 from 16 to 512 keys"
     if not spec.contiguous_blocks:
         return "a cache that is not contiguous would have to be copied"
     if spec.head_dim % operator.multiple_of:
@@ -371,7 +375,7 @@ def _tell(operator: Operator, spec: AttentionSpec, refused) -> AttentionPlan:
     pad = -(-dims[0] // step) * step if any(dim % step for dim in dims) else 0
     notes = operator.notes
     if spec.prefix:
-        notes += ("the prefix is written out as a dense mask",)
+        notes += ("the prefix becomes a dense mask",)
     return AttentionPlan(
         operator=operator.name,
         runs=operator.runs,

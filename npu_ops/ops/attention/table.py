@@ -28,10 +28,12 @@ class Mask:
 # Vendor operators ignore sparse_mode without a mask tensor, so each mode above 0 has a tensor.
 MASKS = {
     "none": Mask(0, "none", "every key takes part"),
-    "dense": Mask(1, "dense", "the mask of all pairs, inverted: the vendor's True leaves out"),
+    "dense": Mask(1, "dense", "the full mask, inverted: in the operator True hides a key"),
     "causal from the top left": Mask(2, "compressed", "query i sees keys up to i"),
     "causal to the bottom right": Mask(3, "compressed", "the last query sees the last key"),
-    "window to the bottom right": Mask(4, "compressed", "pre_tokens and next_tokens are its sides"),
+    "window to the bottom right": Mask(
+        4, "compressed", "pre_tokens and next_tokens are the window"
+    ),
 }
 
 
@@ -157,8 +159,8 @@ OPERATORS = (
         takes=("sinks",),
         one_dim=True,
         notes=(
-            "sequences of up to 512 tokens by a kernel of ours, with NPU_OPS_CONSISTENT each query "
-            "by one",
+            "npu-ops' own kernel computes sequences of up to 512 tokens, and with "
+            "NPU_OPS_CONSISTENT each query",
         ),
     ),
     _BLOCKS,
@@ -168,6 +170,6 @@ OPERATORS = (
         runs="reference",
         devices=("cpu", "cuda", "npu"),
         dtypes=_ANY,
-        notes=("memory for every pair of a query and a key",),
+        notes=("it allocates memory for every pair of a query and a key",),
     ),
 )

@@ -138,7 +138,7 @@ def _prepare(
             raise ValueError("output_final_state: got True with conv_state, needs False")
     elif conv_state_indices is not None or has_initial_state is not None:
         name = "has_initial_state" if conv_state_indices is None else "conv_state_indices"
-        raise ValueError(f"{name}: got one without conv_state, needs both")
+        raise ValueError(f"{name}: got a value without conv_state, needs both")
     silu = activation is not None
     return op.forward.Inputs(
         x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)

@@ -26,7 +26,7 @@ def why_not(arguments) -> str | None:
     if weight.shape[1] > _TAPS:
         return f"the filter has {weight.shape[1]} taps, the vendor's operator has {_TAPS}"
     if arguments.initial_state is not None or arguments.final_state is not None:
-        return "the vendor's operator has no states"
+        return "the vendor's operator supports no states"
     if arguments.cu_seqlens is not None:
         return "the vendor's operator takes no packed sequences"
     return _soc_why_not() or _missing()
@@ -35,7 +35,11 @@ def why_not(arguments) -> str | None:
 @functools.cache
 def _soc_why_not() -> str | None:
     soc = hardware.npu_name() or "unknown"
-    return None if socs.is_ascend950(soc) else f"it is for Ascend950, this is {soc}"
+    return (
+        None
+        if socs.is_ascend950(soc)
+        else f"the vendor's operator needs an Ascend950, this is {soc}"
+    )
 
 
 _missing = functools.partial(torch_npu_why_not, "npu_masked_causal_conv1d")

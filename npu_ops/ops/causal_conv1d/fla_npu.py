@@ -28,7 +28,7 @@ def why_not(arguments) -> str | None:
     if x.shape[2] % _MULTIPLE:
         return f"there are {x.shape[2]} channels, fla_npu's operator takes multiples of {_MULTIPLE}"
     if arguments.initial_state is not None or arguments.final_state is not None:
-        return "states have a column for each tap, those of fla_npu's operator one less"
+        return "states have one column per tap, the states of fla_npu's operator one column fewer"
     if arguments.cu_seqlens is not None:
         return "cu_seqlens are on the device, fla_npu's operator takes them on the host"
     return _missing()

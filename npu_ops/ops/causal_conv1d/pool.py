@@ -52,7 +52,10 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
         )
     elif slots.device.type == "cpu":  # traced: make the check a part of the compiled graph
         inside = (slots >= 0) & (slots <= last) & _distinct(slots)
-        needs = f"conv_state_indices: got one twice or outside, needs 0 to {last}, all different"
+        needs = (
+            f"conv_state_indices: got a slot twice or out of range, needs 0 to {last}, all "
+            "different"
+        )
         torch._assert_async((inside | (slots == pad_slot_id)).all(), needs)
 
 

@@ -106,7 +106,7 @@ def _prepare(
         query_start_loc,
     )  # fmt: skip
     tensors = {"x": x, "conv_state": conv_state, "weight": weight, "bias": bias}
-    check.no_gradient(tensors, ", for causal_conv1d_update has none")
+    check.no_gradient(tensors, ": causal_conv1d_update has no gradient")
     windows = _each_element_once(intermediate_conv_window)
     written = {"conv_state": conv_state, "intermediate_conv_window": windows}
     read = {
@@ -179,11 +179,11 @@ def _check_window(window, window_indices, rows, width, batch, starts):
     if window is None:
         if window_indices is not None:
             raise ValueError(
-                "intermediate_state_indices: got one, needs intermediate_conv_window too"
+                "intermediate_state_indices: got a value, needs intermediate_conv_window too"
             )
         return
     if starts is not None:
-        raise ValueError("intermediate_conv_window: got one, needs no query_start_loc")
+        raise ValueError("intermediate_conv_window: got a value, needs no query_start_loc")
     check.floating("intermediate_conv_window", window)
     check.same_device("intermediate_conv_window", window, "x", rows)
     check.same_dtype("intermediate_conv_window", window, "x", rows)

@@ -20,7 +20,7 @@ def _why_not_ascendc(arguments) -> str | None:
     for name in ("weight", "conv_state", "window"):
         tensor = getattr(arguments, name)
         if tensor is not None and 1 not in tensor.stride()[-2:]:
-            return f"neither channels nor columns of {name} lie in one piece"
+            return f"neither channels nor columns of {name} are contiguous"
     return narrow_alone(arguments)
 
 

@@ -90,7 +90,7 @@ def _check_accepted(arguments, used) -> None:
     if arguments.starts is not None:
         lengths = arguments.starts.diff()[used]
         if lengths.numel() and lengths.max() > most:
-            needs = f"{most} or less with num_accepted_tokens and so many columns of conv_state"
+            needs = f"{most} or less with num_accepted_tokens and this width of conv_state"
             raise ValueError(f"query_start_loc: got length {int(lengths.max())}, needs {needs}")
 
 

@@ -168,7 +168,7 @@ def _converted(call):
 def _warn_of_growth(g) -> None:
     """Warn once if a g is above 0; do not check if reading g would wait for a device."""
     if library.readable(g.detach()) and (g > 0).any():
-        log.once("chunk_gated_delta_rule: a g is above 0, which lets the state grow")
+        log.once("chunk_gated_delta_rule: g has values above 0, which make the state grow")
 
 
 explains("chunk_gated_delta_rule", op.forward, _inputs)

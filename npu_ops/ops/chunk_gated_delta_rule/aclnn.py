@@ -23,17 +23,17 @@ def why_not(arguments) -> str | None:
     """Return None, or a sentence on why the operator does not support the arguments."""
     q, v = arguments.q, arguments.v
     if env.settings.consistent:
-        return "its bits are not known to be the same however a sequence is cut"
+        return "its bits may depend on how a sequence is split"
     if arguments.chunk_size == TOKEN:
-        return "the vendor's operator goes by chunks, not token by token"
+        return "the vendor's operator computes by chunks, not token by token"
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
     if arguments.initial_state is not None or arguments.final_state is not None:
         return "states are float32, the vendor's operator keeps them in bfloat16"
     if arguments.cu_seqlens is not None:
-        return "the vendor's operator takes no tokens behind the last of packed sequences"
+        return "the vendor's operator takes no tokens after the last packed sequence"
     if max(q.shape[2], v.shape[2]) > _HEADS or max(q.shape[3], v.shape[3]) > _DIM:
-        return f"the vendor's operator has at most {_HEADS} heads of {_DIM}"
+        return f"the vendor's operator takes at most {_HEADS} heads of {_DIM} elements"
     return _missing()
 
 

@@ -26,7 +26,7 @@ def check_call(call) -> None:
     check_like("beta", call.beta, call.v, call.v.shape[:3])
     for name in ("cu_seqlens_cpu", "chunk_indices"):
         if getattr(call, name) is not None and call.cu_seqlens is None:
-            raise ValueError(f"{name}: got one without cu_seqlens, needs both")
+            raise ValueError(f"{name}: got a value without cu_seqlens, needs both")
     spans.check(call.cp_group, call.cp_layout, call.initial_state, call.cu_seqlens)
     by_chunks = call.return_intermediate_states or call.cp_group is not None
     check.one_of("chunk_size", call.chunk_size, CHUNK_SIZES if by_chunks else _SIZES)

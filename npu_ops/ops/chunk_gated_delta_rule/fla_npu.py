@@ -34,18 +34,22 @@ def why_not(arguments) -> str | None:
     """Return None, or a sentence on why the operators do not support the arguments."""
     q, v = arguments.q, arguments.v
     if env.settings.consistent:
-        return "its bits are not known to be the same however a sequence is cut"
+        return "its bits may depend on how a sequence is split"
     if arguments.chunk_size == TOKEN:
-        return "fla_npu's operators go by chunks, not token by token"
+        return "fla_npu's operators compute by chunks, not token by token"
     dtypes = {x.dtype for x in (q, arguments.k, v)}
     if dtypes not in ({torch.bfloat16}, {torch.float16}):
         return f"q is {check.short(q.dtype)}, fla_npu's operators take bfloat16 or float16"
     if q.shape[3] != _KEYS or v.shape[3] not in _VALUES:
-        return f"K is {q.shape[3]} and V {v.shape[3]}, fla_npu's operators have 128, and 128 or 256"
+        return (
+            f"K is {q.shape[3]} and V is {v.shape[3]}, fla_npu's operators take K 128, V 128 or 256"
+        )
     if arguments.cu_seqlens is not None:
         return "cu_seqlens are on the device, fla_npu's operators take them on the host"
     if q.shape[1] % _CHUNK:
-        return f"there are {q.shape[1]} tokens, fla_npu's inverse is of whole chunks of {_CHUNK}"
+        return (
+            f"there are {q.shape[1]} tokens, fla_npu's inverse takes multiples of {_CHUNK} tokens"
+        )
     return next(filter(None, (fla_npu_why_not(name, *of) for name, of in _NEEDED.items())), None)
 
 

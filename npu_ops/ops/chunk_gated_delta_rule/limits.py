@@ -17,5 +17,5 @@ def triton_why_not(arguments) -> str | None:
         return f"it has no kernel for chunks of {arguments.chunk_size}"
     tokens = arguments.q.shape[1]
     if arguments.cu_seqlens is not None and tokens >= _TOKENS:
-        return f"it counts packed tokens below {_TOKENS}, not {tokens}"
+        return f"it supports fewer than {_TOKENS} packed tokens, not {tokens}"
     return None

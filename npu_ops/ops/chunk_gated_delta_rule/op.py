@@ -22,7 +22,7 @@ def _triton_keeps_no_states(arguments) -> str | None:
     On Ascend950, its kernels compute chunks of at least 32 tokens, and store no state within one.
     """
     if arguments.chunk_size < 32:
-        return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
+        return f"it returns states of chunks of 32 tokens or more, not {arguments.chunk_size}"
     return triton_why_not(arguments)
 
 

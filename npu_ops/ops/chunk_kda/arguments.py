@@ -17,7 +17,7 @@ def check_call(call) -> None:
     check_like("g", call.g, call.v, (*call.v.shape[:3], call.q.shape[3]))
     check_like("beta", call.beta, call.v, call.v.shape[:3])
     if call.cu_seqlens_cpu is not None and call.cu_seqlens is None:
-        raise ValueError("cu_seqlens_cpu: got one without cu_seqlens, needs both")
+        raise ValueError("cu_seqlens_cpu: got a value without cu_seqlens, needs both")
     _check_bound(call)
     check.one_of("chunk_size", call.chunk_size, (TOKEN, *CHUNK_SIZES))
 

@@ -88,7 +88,7 @@ WRONG = [
     *wrong("chunk_kda", ValueError,
         *delta.WRONG_SHAPES,
         *shapes("g", "[1, 20, 4, 16]", (1, 20, 4), (1, 20, 2, 16)),
-        ("cu_seqlens_cpu: got one without cu_seqlens, needs both",
+        ("cu_seqlens_cpu: got a value without cu_seqlens, needs both",
          {"cu_seqlens": None, "initial_state": None, "cu_seqlens_cpu": make.indices([0, 20])}),
         *values("chunk_size", "one of 1, 16, 32, 64", 128, 0, "16"),
         ("lower_bound: got -5.0, needs use_gate_in_kernel=True", {"lower_bound": -5.0}),

@@ -93,7 +93,7 @@ def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
     if v.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: got one with batch {v.shape[0]}, needs batch 1")
+        raise ValueError(f"cu_seqlens: got a value with batch {v.shape[0]}, needs batch 1")
     if library.readable(cu_seqlens) and not shared:
         indices.check_starts("cu_seqlens", cu_seqlens, v.shape[1])
 

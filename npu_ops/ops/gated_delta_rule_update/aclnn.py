@@ -34,16 +34,16 @@ def limits(arguments) -> str | None:
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
     if state.dtype != torch.bfloat16:
-        return f"states are {check.short(state.dtype)}, the vendor's operator keeps bfloat16"
+        return f"states are {check.short(state.dtype)}, the vendor's operator takes bfloat16 states"
     if arguments.cu_seqlens is not None:
-        return "the vendor's operator has no empty sequence and no token that is of none"
+        return "the vendor's operator takes no empty sequences and no tokens outside sequences"
     if arguments.intermediate_states is not None:
-        return "the vendor's operator keeps no intermediate states"
+        return "the vendor's operator writes no intermediate states"
     length = q.shape[0] // arguments.state_indices.shape[0]
     if length > _TOKENS:
-        return f"sequences have {length} tokens, the vendor's operator takes {_TOKENS}"
+        return f"sequences have {length} tokens, the vendor's operator takes at most {_TOKENS}"
     if max(q.shape[1], v.shape[1]) > _HEADS or max(q.shape[2], v.shape[2]) > _DIM:
-        return f"the vendor's operator has at most {_HEADS} heads of {_DIM}"
+        return f"the vendor's operator takes at most {_HEADS} heads of {_DIM} elements"
     if not state.numel():
         return "the pool is empty, the vendor's operator takes no empty tensor"
     return None

@@ -71,7 +71,9 @@ def check_inputs(inputs) -> None:
     for name, x in tensors.items():
         check.same_device(name, x, "qkv", inputs.q)
         if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(f"{name}: got one that requires a gradient, needs torch.no_grad()")
+            raise ValueError(
+                f"{name}: got a tensor that requires a gradient, needs torch.no_grad()"
+            )
     written = {name: tensors.pop(name, None) for name in ("state", "intermediate_states")}
     check.writable(written, tensors)
     host = inputs.state_indices.device.type == "cpu"
@@ -89,8 +91,8 @@ def check_consistent(inputs, mode: str) -> None:
     """
     if mode == "chunks":
         raise ValueError(
-            "state: got one without its unfinished chunk with NPU_OPS_CONSISTENT=chunks, needs "
-            "chunk_gated_delta_rule with carry_unfinished=True, which decodes as well"
+            "state: got a state without its unfinished chunk with NPU_OPS_CONSISTENT=chunks, needs "
+            "a call of chunk_gated_delta_rule with carry_unfinished=True, which also decodes"
         )
     if not inputs.state_v_first:
         raise ValueError("state_v_first: got False with NPU_OPS_CONSISTENT=1, needs True")
@@ -154,7 +156,9 @@ def _check_memory(name, x, leading: int) -> None:
     slots = zip(x.shape[:leading], x.stride()[:leading], strict=True)
     apart = all(n == 1 or stride >= size for n, stride in slots)
     if not x[(0,) * leading].is_contiguous() or not apart:
-        raise ValueError(f"{name}: got strides {list(x.stride())}, needs contiguous states apart")
+        raise ValueError(
+            f"{name}: got strides {list(x.stride())}, needs contiguous states that do not overlap"
+        )
 
 
 def _check_kept(inputs) -> None:
@@ -176,7 +180,7 @@ def _check_kept(inputs) -> None:
     if kept.dim() != 5 or kept.shape[2:] != state.shape[1:] or not kept.shape[1]:
         raise check.shape("intermediate_states", kept, f"[rows, T, *{list(state.shape[1:])}]")
     if rows is None and kept.shape[0] < slots.shape[0]:
-        needs = f"at least {slots.shape[0]} rows, one a sequence"
+        needs = f"at least {slots.shape[0]} rows, one per sequence"
         raise check.shape("intermediate_states", kept, needs)
     _check_memory("intermediate_states", kept, 2)
 

@@ -18,7 +18,7 @@ def _rows(x):
 
 def _against_ascendc(arguments) -> str | None:
     if arguments.A_log is None:
-        return "gates are ready, it computes them"
+        return "the call passes computed gates, the kernel takes A_log and dt_bias"
     return plain_alone(arguments)
 
 

@@ -47,4 +47,6 @@ def is_plain(beta: float, threshold: float) -> bool:
 def plain_alone(arguments) -> str | None:
     """Return why an implementation without beta and threshold does not support a call, or None."""
     beta, threshold = arguments.softplus_beta, arguments.softplus_threshold
-    return None if is_plain(beta, threshold) else f"softplus has beta {beta}, threshold {threshold}"
+    if is_plain(beta, threshold):
+        return None
+    return f"softplus has beta {beta}, threshold {threshold}, the kernel computes log(1 + exp(x))"

@@ -20,11 +20,13 @@ def why_not(arguments) -> str | None:
     """Return None, or a sentence on why the operator does not support the arguments."""
     x, weight = arguments.x, arguments.weight
     if env.settings.consistent and "out" in arguments._fields:
-        return "its bits are not known to be the same for any number of rows"
+        return "its bits may depend on the number of rows"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"x is {check.short(x.dtype)}, the vendor's operator has no such product"
+        return (
+            f"x is {check.short(x.dtype)}, the vendor's operator takes bfloat16, float16 or float32"
+        )
     if weight.shape[0] > _GROUPS:
-        return f"the vendor's operator has at most {_GROUPS} groups, not {weight.shape[0]}"
+        return f"the vendor's operator takes at most {_GROUPS} groups, not {weight.shape[0]}"
     return torch_npu_why_not("npu_grouped_matmul", "group_list", "split_item", "group_type")
 
 

@@ -46,7 +46,7 @@ def refused(reference: Callable) -> Callable:
     def checked(x, weight, *others):
         for name, tensor in (("x", x), ("weight", weight)):
             if why := format_why_not(tensor):
-                raise ValueError(f"{name}: got {why}, needs ND")
+                raise ValueError(f"{name}: got {why}, needs format ND")
         return reference(x, weight, *others)
 
     return checked

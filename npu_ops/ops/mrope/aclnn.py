@@ -26,15 +26,17 @@ def why_not(arguments) -> str | None:
         got = ", ".join(check.short(x.dtype) for x in (q, k, cos, sin))
         return f"q, k, cos and sin are {got}, the vendor's operator takes one dtype"
     if arguments.positions is None or arguments.layout != "TND" or not _one_cache(cos, sin):
-        return "the vendor's operator takes packed tokens, positions and one cache of both tables"
+        return "the vendor's operator takes packed tokens, positions and one cache with cos and sin"
     if arguments.inverse or not k.numel():
-        return "the vendor's operator rotates q and k, and never back"
+        return "the vendor's operator rotates q and k, and has no inverse"
     if list(arguments.mrope_section) not in _SECTIONS:
         needs = ", ".join(map(str, _SECTIONS))
-        return f"mrope_section is {list(arguments.mrope_section)}, the vendor's has {needs}"
+        return (
+            f"mrope_section is {list(arguments.mrope_section)}, the vendor's operator takes {needs}"
+        )
     multiple = 16 if q.dtype == torch.float32 else 32
     if q.shape[-1] != k.shape[-1] or q.shape[-1] % multiple or arguments.rotary_dim % multiple:
-        return f"heads and rotations of the vendor's operator are multiples of {multiple}"
+        return f"the vendor's operator takes head and rotary dimensions in multiples of {multiple}"
     return dtype_why_not(q) or _missing()
 
 

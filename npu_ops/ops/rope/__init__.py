@@ -100,7 +100,7 @@ def _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplac
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     if cu_seqlens is not None:
         if layout != "TND" or position_ids is not None:
-            raise ValueError("cu_seqlens: got one, needs layout TND and no position_ids")
+            raise ValueError("cu_seqlens: got a value, needs layout TND and no position_ids")
         arguments.check_cu_seqlens(cu_seqlens, q)
     elif cos.dim() == 3:  # already gathered
         arguments.check_table_size("cos", cos, 1, 0, batch, length, False)

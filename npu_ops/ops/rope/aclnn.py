@@ -29,7 +29,10 @@ def why_not(arguments) -> str | None:
     if arguments.rotary_dim >= _BELOW:
         return f"{arguments.rotary_dim} rotated elements, the vendor's operators take less than 896"
     if arguments.pair_layout == "interleaved" and cos.shape[0] > 1:
-        return "the tables are of each sequence, the vendor's operator takes one for all of them"
+        return (
+            "cos and sin differ by sequence, the vendor's operator takes one table for all "
+            "sequences"
+        )
     return dtype_why_not(q) or _missing()
 
 

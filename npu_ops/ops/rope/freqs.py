@@ -108,14 +108,14 @@ def _check_freqs(freqs, q):
 
 def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
     if cu_seqlens is not None and layout != "TND":
-        raise ValueError(f"cu_seqlens: got one with layout {layout}, needs TND")
+        raise ValueError(f"cu_seqlens: got a value with layout {layout}, needs TND")
     if cu_seqlens is not None:
         arguments.check_cu_seqlens(cu_seqlens, q)
     for name, value in (("cp_size", cp_size), ("cp_rank", cp_rank)):
         if not isinstance(value, int):
             raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
     if cp_size != 1 and cu_seqlens is None:
-        needs = "1: without packed sequences freqs are those of this rank's tokens"
+        needs = "1, because freqs without packed sequences are only this rank's"
         raise ValueError(f"cp_size: got {cp_size} without cu_seqlens, needs {needs}")
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank: got {cp_rank}, needs 0 <= cp_rank < cp_size {cp_size}")

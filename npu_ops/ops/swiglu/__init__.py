@@ -45,7 +45,7 @@ def _prepare(gate, up=None):
         raise check.shape("gate", gate, "at least one dimension")
     if up is None:
         if gate.shape[-1] % 2:
-            raise check.shape("gate", gate, "an even last dimension: no up is given")
+            raise check.shape("gate", gate, "an even last dimension, because up is None")
         return gate, None
     check.floating("up", up)
     if up.shape != gate.shape:

@@ -13,7 +13,7 @@ def why_not(arguments) -> str | None:
     if arguments.up is not None:
         return "gate and up are two tensors, the vendor's operator takes one"
     if env.settings.consistent:  # then npu_ops/consistent/norms.py replaces npu_swiglu
-        return "NPU_OPS_CONSISTENT gives torch_npu's operator another rounding"
+        return "NPU_OPS_CONSISTENT changes the rounding of torch_npu's operator"
     missing = map(torch_npu_why_not, ("npu_swiglu", "npu_swiglu_backward"))
     return dtype_why_not(*arguments) or next(filter(None, missing), None)
 

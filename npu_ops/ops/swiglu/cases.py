@@ -62,7 +62,7 @@ WRONG = [
     *wrong("swiglu", TypeError,
         ("up: got float16, needs gate's float32", {"up": cast(torch.float16)})),
     *wrong("swiglu in one", ValueError,
-        *shapes("gate", "an even last dimension: no up is given", (3, 15), (1,)),
+        *shapes("gate", "an even last dimension, because up is None", (3, 15), (1,)),
         *shapes("gate", "at least one dimension", ())),
 ]  # fmt: skip
 

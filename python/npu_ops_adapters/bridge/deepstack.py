@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
         target=f"{MODEL}:split_deepstack_embs",
         op="bridge_deepstack",
         make=_summed,
-        why="each rank has the gradients of its own tokens' features alone",
+        why="each rank keeps only the gradients of its own tokens' features",
         signatures=(),  # none: it may be Bridge's function, or MindSpeed's wrapper of it
         versions="Megatron-Bridge 0.3.1",
         remove_when="Megatron-Bridge adds the gradients of all ranks",
@@ -52,7 +52,7 @@ def _summed(original: Callable) -> Callable:
         if embeds is not None:
             log.once(
                 "Megatron-Bridge loses gradients of deepstack's features with sequence parallelism:"
-                " npu-ops adds them; NPU_OPS_DISABLE=bridge_deepstack leaves them as they were"
+                " npu-ops adds them; NPU_OPS_DISABLE=bridge_deepstack turns this off"
             )
             parallel = importlib.import_module("megatron.core.tensor_parallel")
             embeds = [getattr(parallel, _SUM)(x) for x in embeds]

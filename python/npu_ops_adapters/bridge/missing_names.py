@@ -23,10 +23,10 @@ def patches() -> Iterable[Patch]:
             target=f"{_MODULE}:{_NAME}",
             op="bridge_missing_names",
             make=_say,
-            why="Megatron-Bridge imports it, whichever model it is asked for",
+            why="Megatron-Bridge imports this name for every model",
             signatures=(),
             versions="Megatron-Bridge 0.3.1 with the Megatron-LM of slime v0.2.2",
-            remove_when="slime's Megatron-LM has it",
+            remove_when="slime's Megatron-LM has this name",
             optional=True,
         )
 

@@ -25,10 +25,13 @@ def patches() -> Iterable[Patch]:
             target=f"torch.cuda.nvtx:{name}",
             op="bridge_nvtx",
             make=_skip,
-            why="Megatron-Bridge calls it in each step, and it raises without CUDA",
+            why=(
+                "Megatron-Bridge calls this function in each step, and it raises an error "
+                "without CUDA"
+            ),
             signatures=(),  # none: torch's or MindSpeed's function
             versions="Megatron-Bridge 0.3.1",
-            remove_when="Megatron-Bridge asks whether there is a profiler",
+            remove_when="Megatron-Bridge checks for a profiler first",
             rebind=False,
         )
 

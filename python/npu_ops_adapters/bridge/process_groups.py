@@ -22,7 +22,10 @@ def patches() -> Iterable[Patch]:
             target=f"{_MODULE}:{name}.provide",
             op="bridge_process_groups",
             make=_with_groups,
-            why="a trainer that calls it sets no process groups, and the model asks for them",
+            why=(
+                "a trainer that calls this function sets no process groups, but the model "
+                "needs them"
+            ),
             signatures=(("self", "pre_process", "post_process", "vp_stage"),),
             versions="Megatron-Bridge 0.3.1",
             remove_when="Megatron-Bridge's provider asks Megatron-LM for groups that are not set",

@@ -28,7 +28,7 @@ def patches() -> Iterable[Patch]:
         target=f"{_registry()}._backends.npu_ops",
         op="chunk_gated_delta_rule",
         make=_backend,
-        why="one kernel forward in place of six; and where Triton has no driver, it computes",
+        why="npu-ops launches one kernel forward, not six, and needs no Triton driver",
         signatures=(),
         versions=functions.VERSIONS,
         remove_when="fla takes backends from entry points",
@@ -50,7 +50,7 @@ def _registry() -> str:
 
 def _backend(original: None):
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
-        raise ValueError("FLA_DISABLE_BACKEND_DISPATCH=1: fla asks no backend")
+        raise ValueError("FLA_DISABLE_BACKEND_DISPATCH=1: fla calls no backend")
     home = sys.modules.get("fla.backends") or sys.modules["fla.ops.backends"]
 
     class NpuOps(home.BaseBackend):

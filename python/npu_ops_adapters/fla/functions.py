@@ -17,7 +17,10 @@ from npu_ops_adapters.calls import falling_through
 from npu_ops_adapters.patching import Names, Patch, parameters
 
 VERSIONS = "fla 0.5.2 and 0.6"
-WHY = "fla's needs a Triton that runs where the tensors are, and on NPUs launches more kernels"
+WHY = (
+    "fla's function needs a Triton driver for the tensors' device, and launches more kernels "
+    "on NPUs"
+)
 
 
 def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: str = "") -> Patch:
@@ -37,7 +40,7 @@ def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: 
         why=WHY,
         signatures=signatures or (parameters(ours),),
         versions=VERSIONS,
-        remove_when="fla lets a backend be registered for it, in all versions in use",
+        remove_when="all fla versions in use accept a backend for this function",
     )
 
 
@@ -75,15 +78,18 @@ def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
     layout = getattr(cp_context, "layout", "contiguous")
     if layout != "contiguous":
         raise ValueError(
-            f"cp_context: got layout {layout!r}, which cuts all tokens as one sequence, needs "
+            f"cp_context: got layout {layout!r}, which splits all tokens as one sequence, needs "
             "'contiguous'"
         )
     needed = ("group", "cu_seqlens", "pre_num_conv_tokens")
     missing = [name for name in needed if getattr(cp_context, name, None) is None]
     if missing:
-        raise ValueError(f"cp_context: got no {missing[0]}, needs one")
+        raise ValueError(f"cp_context: got None for {missing[0]}, needs a value")
     if getattr(cp_context, "pre_num_ranks_dev", None) is not None:
-        raise ValueError("cp_context: got numbers that change on the device, needs fixed ones")
+        raise ValueError(
+            "cp_context: got numbers that change on the device (pre_num_ranks_dev), needs "
+            "fixed numbers"
+        )
     check.alone("cp_context", initial_state=initial_state)
     if output_final_state:
         raise ValueError("output_final_state: got True with cp_context, needs False")
@@ -118,9 +124,11 @@ def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
-        raise ValueError("transpose_state_layout: got one with state_v_first, needs one of them")
+        raise ValueError(
+            "transpose_state_layout: got a value with state_v_first, needs only one of the two"
+        )
     warnings.warn(
-        "transpose_state_layout is deprecated, and now called state_v_first",
+        "transpose_state_layout is deprecated, use state_v_first",
         DeprecationWarning,
         stacklevel=3,
     )

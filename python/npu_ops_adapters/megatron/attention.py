@@ -40,7 +40,10 @@ def patches() -> Iterable[Patch]:
             target=f"{module}:{name}.__init__",
             op="attention",
             make=_replace_init,
-            why="DotProductAttention has memory for every pair of tokens, and no packed sequences",
+            why=(
+                "DotProductAttention allocates memory for every pair of tokens, and supports "
+                "no packed sequences"
+            ),
             # none: parameters are read by name, and only config and submodules matter
             signatures=(),
             versions="Megatron-Core 0.12 to 0.19 and main",
@@ -90,7 +93,7 @@ def why_not(config: Any) -> str | None:
         return f"softmax_type: got {softmax!r}, needs 'vanilla' or 'off-by-one'"
     for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
         if getattr(config, name, False):
-            return f"{name}: got True, needs False: only Transformer Engine does it"
+            return f"{name}: got True, needs False: only Transformer Engine supports it"
     return None
 
 

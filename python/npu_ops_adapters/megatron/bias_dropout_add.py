@@ -28,7 +28,7 @@ def patches() -> Iterable[Patch]:
             target=f"{_MODULE}:{name}",
             op="bias_dropout_add",
             make=make,
-            why="unfused it is four kernels and a stored mask, fused it is torch.compile",
+            why="unfused it launches four kernels and stores a mask, fused it needs torch.compile",
             signatures=(signature,),
             versions="Megatron-Core 0.12 to 0.19",
             remove_when="Megatron-Core calls an operator here that has an NPU kernel",

@@ -21,7 +21,7 @@ def patches() -> Iterable[Patch]:
         target="megatron.core.tensor_parallel.random:checkpoint",
         op="checkpoint",
         make=_replace,
-        why="a list of tensors cannot be saved for backward, and gets no gradient where returned",
+        why="autograd cannot save a list of tensors, and gives a returned list no gradient",
         signatures=(("function", "distribute_saved_activations", "args"),),
         versions="Megatron-Core 0.12 to 0.19 and main",
         remove_when="Megatron-Bridge passes the deepstack features one by one",

@@ -38,12 +38,13 @@ def patches() -> Iterable[Patch]:
         ("inp", "weight", "router_dtype"), ("inp", "weight", "bias", "router_dtype"),
     )  # fmt: skip
     yield _patch(
-        "moe_utils:topk_routing_with_score_function", _choose, "its softmax is over the chosen",
+        "moe_utils:topk_routing_with_score_function", _choose,
+        "its softmax covers only the chosen experts",
         *(_ROUTING + _ALSO[:known] for known in range(4)),
     )  # fmt: skip
     yield unpermute()
     for kind in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP"):
-        why = "it weights what goes into the second product"
+        why = "it multiplies by the weights before the second product"
         yield _patch(f"experts:{kind}.forward", computed, why, PARAMETERS, optional=True)
 
 
@@ -59,7 +60,7 @@ def _patch(target: str, replace: Callable, why: str, *signatures: Names, **chang
     return Patch(
         target=f"{_HOME}.{target}", op="grouped_linear", make=replace, why=why,
         signatures=signatures, versions="Megatron-Core 0.14 to 0.19",
-        remove_when="Megatron-Core lets one ask for the roundings of transformers", **changes,
+        remove_when="Megatron-Core has an option for the roundings of transformers", **changes,
     )  # fmt: skip
 
 
@@ -99,11 +100,14 @@ def _add(original: Callable) -> Callable:
         tokens = restore_shape[0]
         for name in ("probs", "fused", "drop_and_pad"):
             if given.get(name) is not None and given[name] is not False:
-                raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
+                raise ValueError(
+                    f"{name}: got a value, needs None or False with NPU_OPS_CONSISTENT"
+                )
         if len(permuted_tokens) % max(tokens, 1):  # otherwise the device writes NaN
             raise ValueError(
-                f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs as"
-                " many for each with NPU_OPS_CONSISTENT: --moe-token-dispatcher-type alltoall"
+                f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs the"
+                " same number for each token with NPU_OPS_CONSISTENT: set"
+                " --moe-token-dispatcher-type alltoall"
             )
         if not permuted_tokens.numel():
             return permuted_tokens.new_zeros(restore_shape)

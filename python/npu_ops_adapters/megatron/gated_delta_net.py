@@ -25,9 +25,9 @@ def patches() -> Iterable[Patch]:
         "HAVE_FLA",
         "gated_delta_net",
         _replace,
-        why="without fla no layer is built, though all that it needs of fla is here",
+        why="without fla Megatron-Core builds no layer, though npu-ops has all functions it needs",
         signatures=(),  # none: it is a bool
-        remove_when="Megatron-Core asks for functions instead of for fla",
+        remove_when="Megatron-Core checks for the functions instead of for fla",
     )
 
 
@@ -43,7 +43,9 @@ def replaced(
     if module not in sys.modules:
         return
     settings = {
-        "why": "it is fla's: on NPUs another stack, and without it no layer is built",
+        "why": (
+            "the function is fla's, which is another stack on NPUs; without fla no layer is built"
+        ),
         "remove_when": "Megatron-Core calls an operator here that has an NPU kernel",
     }
     yield Patch(
@@ -125,7 +127,7 @@ def importers() -> Names:
 def _replace(original: bool) -> bool:
     missing = [name for name in _needed() if vars(sys.modules[home()]).get(name) is None]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: got None, needs ours or fla's")
+        raise ValueError(f"{', '.join(missing)}: got None, needs the function of npu-ops or fla")
     return True
 
 

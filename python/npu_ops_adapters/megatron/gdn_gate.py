@@ -15,7 +15,7 @@ from npu_ops_adapters.patching import Patch
 
 PARAMETERS = ("A_log_local_cp", "dt_bias_local_cp", "alpha", "beta")
 _OF_ANY_VARIANT = (*PARAMETERS[:2], "batch", "seq_len", "gate_feats")
-_WHY = "it is six kernels, and exp(A_log) is rounded to the parameter's dtype"
+_WHY = "it launches six kernels, and rounds exp(A_log) to the parameter's dtype"
 
 
 def patches() -> Iterable[Patch]:

@@ -34,7 +34,7 @@ def patches() -> Iterable[Patch]:
         target=f"{_HOME}:{_NAME}",
         op="gdn_gradients",
         make=_with_out_norm,
-        why="each rank has the gradients of its own heads alone, and nothing says so",
+        why="each rank keeps only the gradients of its own heads, without a warning",
         signatures=(("model", "config", "tp_group"), ("model", "config")),
         versions="Megatron-Core 0.16 to 0.19",
         remove_when="Megatron-Core adds the gradients of out_norm without sequence parallelism",
@@ -78,8 +78,8 @@ def _add(weights: list[torch.nn.Parameter], tp_group=None) -> None:
     if not gradients:
         return
     log.once(
-        "Megatron-LM leaves gradients of Gated Delta Net's out_norm as each rank has them without"
-        " sequence parallelism: npu-ops adds them; NPU_OPS_DISABLE=gdn_gradients leaves them"
+        "Without sequence parallelism Megatron-LM does not add the gradients of Gated Delta Net's"
+        " out_norm over ranks. npu-ops adds them; NPU_OPS_DISABLE=gdn_gradients turns this off"
     )
     state = importlib.import_module("megatron.core.parallel_state")
     group = tp_group or state.get_tensor_model_parallel_group()

@@ -35,7 +35,7 @@ def patches() -> Iterable[Patch]:
             target=target,
             op="megatron_log_probs",
             make=make,
-            why="it adds exponentials in another order than a server",
+            why="it adds exponentials in another order than an inference server",
             signatures=tuple(signatures),
             versions="Megatron-Core 0.12 to 0.19",
             remove_when="Megatron-Core takes log_softmax",

@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
             target=f"{_HOME}:Attention._apply_output_gate",
             op="attention",
             make=_replace,
-            why="it rounds once where a server rounds twice",
+            why="it rounds once where an inference server rounds twice",
             signatures=(("self", "x", "gate"),),
             versions="Megatron-Core 0.16 to 0.19",
             remove_when="Megatron-Core rounds the sigmoid as transformers does",

@@ -40,10 +40,10 @@ def patches() -> Iterable[Patch]:
                 target=f"{module}:{name}.forward",
                 op="mrope",
                 make=functools.partial(_without, argument=argument),
-                why=f"slime passes {argument}, which it does not have in all versions",
+                why=f"slime passes {argument}, which not all versions of this function have",
                 signatures=(),  # none: all other arguments are passed on
                 versions="Megatron-Bridge 0.3",
-                remove_when=f"it has {argument}",
+                remove_when=f"this function has {argument}",
             )
 
 
@@ -53,10 +53,10 @@ def absolute(module: str, versions: str) -> Patch:
         target=f"{module}:apply_rotary_pos_emb_absolute",
         op="mrope",
         make=_replace,
-        why="it asserts that nothing is fused; in fp32 it is eight kernels a call",
+        why="it asserts that nothing is fused; in fp32 it launches eight kernels per call",
         signatures=(("t", "freqs", "config", "cu_seqlens"),),
         versions=versions,
-        remove_when="it calls an operator that has an NPU kernel",
+        remove_when="this function calls an operator that has an NPU kernel",
     )
 
 

@@ -23,7 +23,7 @@ def patches() -> Iterable[Patch]:
         "rms_norm_gated",
         replace,
         PARAMETERS,
-        why="it is five kernels, and keeps what each of them computed for backward",
+        why="it launches five kernels, and keeps the result of each for backward",
     )
 
 

@@ -47,8 +47,8 @@ _FUSED_PACKED_SIGNATURES = (None, _FUSED_PACKED, (*_FUSED_PACKED, "interleaved")
 
 def patches() -> Iterable[Patch]:
     """Patch the two functions of the unfused path, then the two slots of the fused one."""
-    unfused = "it is six kernels a call, and cos and sin are made again in every layer"
-    slot = "it is empty without Transformer Engine, and apply_rope_fusion=True then an error"
+    unfused = "it launches six kernels per call, and computes cos and sin again in every layer"
+    slot = "it is None without Transformer Engine, and apply_rope_fusion=True then raises an error"
     yield _patch("_apply_rotary_pos_emb_bshd", _replace_sbnd, unfused, SBND_SIGNATURES)
     yield _patch("_apply_rotary_pos_emb_thd", _replace_packed, unfused, _PACKED_SIGNATURES)
     yield _patch("fused_apply_rotary_pos_emb", _fill, slot, _FUSED_SIGNATURES, rebind=False)

@@ -31,7 +31,7 @@ def patches() -> Iterable[Patch]:
             target=f"{_HOME}:{name}",
             op="swiglu",
             make=functools.partial(falling_through, ours, op="swiglu"),
-            why="without torch.compile it is two kernels, and nine in backward",
+            why="without torch.compile it launches two kernels, and nine in backward",
             signatures=(names,),
             versions="Megatron-Core 0.12 to 0.19",
             remove_when="Megatron-Core calls an operator here that has an NPU kernel",
@@ -70,4 +70,4 @@ def _check(y) -> None:
     if type(y) not in (torch.Tensor, torch.nn.Parameter) or y.dim() == 0 or y.shape[-1] % 2:
         raise check.shape("y", y, "an even last dimension, and a plain tensor")
     if env.settings.consistent:
-        raise ValueError("with NPU_OPS_CONSISTENT silu(gate) is rounded, too")
+        raise ValueError("NPU_OPS_CONSISTENT also rounds silu(gate), npu-ops' kernel does not")

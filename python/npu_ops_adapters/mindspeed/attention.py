@@ -25,10 +25,10 @@ def patches() -> Iterable[Patch]:
         target=f"{_MODULE}:DotProductAttention.forward",
         op="attention",
         make=_replace_engine,
-        why="later Megatrons have fields that it does not take",
+        why="later Megatron-Core versions have fields that it does not accept",
         signatures=(),  # none: its thirty parameters are passed on
         versions=VERSIONS,
-        remove_when="MindSpeed's takes the fields of its Megatron's PackedSeqParams",
+        remove_when="MindSpeed accepts all fields of its Megatron-Core's PackedSeqParams",
     )
 
 
@@ -38,10 +38,10 @@ def forward() -> Patch:
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
         op="attention",
         make=_replace_forward,
-        why="MindSpeed's takes lengths from the host in each layer, and no bias",
+        why="MindSpeed's function takes lengths from the host in each layer, and no bias",
         signatures=((*_CALL, "packed_seq_params"),),
         versions=f"{VERSIONS}, Megatron-Core 0.12 to 0.19 and main",
-        remove_when="MindSpeed's takes what npu_ops.attention takes",
+        remove_when="MindSpeed's function supports all calls of npu_ops.attention",
     )
 
 

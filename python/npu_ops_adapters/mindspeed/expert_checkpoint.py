@@ -35,7 +35,7 @@ def patches() -> Iterable[Patch]:
                 ),
             ),
             versions=VERSIONS,
-            remove_when="core_r0.12 is not used: later ones pass the group",
+            remove_when="MindSpeed core_r0.12 is no longer used: later versions pass the group",
             rebind=False,
         )
 

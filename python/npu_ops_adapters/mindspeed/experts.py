@@ -24,12 +24,12 @@ def patches() -> Iterable[Patch]:
     settings = {
         "op": "grouped_linear",
         "versions": VERSIONS,
-        "remove_when": "MindSpeed's experts are Transformer Engine's alone",
+        "remove_when": "MindSpeed supports only Transformer Engine's experts",
     }
     yield Patch(
         target=f"{_HOME}.moe_feature.gmm.experts:GmmExpertsImpl.forward",
         make=experts.computed,
-        why="it weights what goes into the second product",
+        why="it multiplies by the weights before the second product",
         signatures=(experts.PARAMETERS,),
         **settings,
     )

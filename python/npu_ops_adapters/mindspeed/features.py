@@ -55,14 +55,14 @@ def patches() -> Iterable[Patch]:
                 yield _patch(
                     f"{module}:{name}.{method}",
                     _replace_use,
-                    "the list of features is replaced by programs, and ours would not be in it",
+                    "programs replace the list of features, which would drop npu-ops' feature",
                     joined=_join_late if method == _USES[1] else None,
                     left=_leave if method == _USES[1] else None,
                 )
     yield _patch(
         f"{_REGISTRY}:MindSpeedPatchesManager.remove_patches",
         _replace_remove,
-        "without MindSpeed's patches those of Megatron's adapter are to be in force again",
+        "when MindSpeed's patches go, the patches of the Megatron adapter must come back",
     )
 
 
@@ -90,7 +90,7 @@ def _patch(target: str, make: Callable, why: str, **changes) -> Patch:
         why=why,
         signatures=(),  # none: class and static methods cannot be inspected
         versions=VERSIONS,
-        remove_when="MindSpeed asks packages for features of theirs",
+        remove_when="MindSpeed loads features of other packages",
         **changes,
     )
 
@@ -105,7 +105,7 @@ def _replace_use(original: classmethod) -> classmethod:
             _join(cls)
             patching.hand_over(covered())
         result = use(cls, args, *more, **options)
-        with _only_said("is not all back in place"):
+        with _only_said("has not restored all of its patches"):
             patching.renew(npu_ops_adapters.patches())
         return result
 
@@ -118,7 +118,7 @@ def _replace_remove(original: staticmethod) -> staticmethod:
     @functools.wraps(remove, assigned=(), updated=())
     def npu_ops_remove(*args, **kwargs):
         result = remove(*args, **kwargs)
-        with _only_said("is not back in Megatron"):
+        with _only_said("has not restored its patches of Megatron"):
             patching.take_back()
             npu_ops_adapters.apply()
         return result
@@ -228,7 +228,7 @@ def _exists(patch: Patch) -> bool:
         for part in patch.attribute.split("."):
             owner = getattr(owner, part)
     except Exception as error:  # a module of Megatron may fail to import
-        log.once(f"{patch.target}: left out of MindSpeed's patches: {error}")
+        log.once(f"{patch.target}: npu-ops left it out of MindSpeed's patches: {error}")
         return False
     return True
 

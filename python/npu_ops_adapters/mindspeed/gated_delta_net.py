@@ -29,7 +29,7 @@ from npu_ops_adapters.patching import Patch
 
 _LAYER = "mindspeed.core.ssm.gated_delta_net"
 _BRIDGES_LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
-_WHY = "MindSpeed's kernels take bf16 alone, move more memory and wait for lengths on the host"
+_WHY = "MindSpeed's kernels take only bf16, move more memory and wait for lengths on the host"
 # Names of operators in a layer's module, where they may have the prefix _ms_. Each name is also the
 # op's name in npu-ops.
 _OPERATORS = {
@@ -84,7 +84,7 @@ def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch
         why=_WHY,
         signatures=signatures,
         versions=VERSIONS,
-        remove_when="MindSpeed's kernels take what ours take, as fast",
+        remove_when="MindSpeed's kernels support the same calls as npu-ops' kernels, as fast",
         **changes,
     )
 

@@ -29,7 +29,7 @@ def patches() -> Iterable[Patch]:
         target="mindspeed.core.fusions.fused_rms_norm:RMSNorm.forward",
         op="rms_norm",
         make=replace,
-        why="1 + weight is rounded, which it is not in Transformer Engine nor in a server",
+        why="it rounds 1 + weight; Transformer Engine and inference servers do not",
         signatures=(("self", "x"),),
         versions=VERSIONS,
         remove_when="MindSpeed adds 1 in fp32",
@@ -40,10 +40,10 @@ def patches() -> Iterable[Patch]:
             target=f"{_PROJECTION}:{_CLASS}._rmsnorm",
             op="rms_norm",
             make=_before_product,
-            why="it is computed in bf16, which it is not in Transformer Engine nor in a server",
+            why="it computes in bf16; Transformer Engine and inference servers do not",
             signatures=(("self", "inp"),),
             versions="MindSpeed core_r0.16",
-            remove_when="MindSpeed computes it in fp32",
+            remove_when="MindSpeed computes this norm in fp32",
         )
 
 

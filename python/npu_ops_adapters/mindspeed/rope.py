@@ -37,7 +37,7 @@ def patches() -> Iterable[Patch]:
         target="mindspeed.features_manager.fusions.fused_rope:FusedRoPEFeature.validate_args",
         op="mrope",
         make=_replace_validate,
-        why="MindSpeed's kernel takes plain rope alone; ours takes multimodal freqs",
+        why="MindSpeed's kernel takes only plain rope; npu-ops' kernel also takes multimodal freqs",
         signatures=(("self", "args"),),
         versions=VERSIONS,
         remove_when="MindSpeed's fused rope takes multimodal freqs",
@@ -50,10 +50,10 @@ def dispatcher() -> Patch:
         target=f"{rope.MODULE}:apply_rotary_pos_emb",
         op="rope",
         make=_replace_dispatcher,
-        why="MindSpeed's has not all the arguments that later Megatrons pass",
+        why="MindSpeed's function lacks arguments that later Megatron-Core versions pass",
         signatures=_DISPATCHERS,
         versions=f"{VERSIONS}, Megatron-Core 0.12 to 0.19 and main",
-        remove_when="MindSpeed's has the parameters of its Megatron's",
+        remove_when="MindSpeed's function has the parameters of its Megatron-Core's",
     )
 
 

@@ -64,7 +64,7 @@ def wrapped(function: Any) -> Iterator[Any]:
 
 def cannot(error: Exception) -> str:
     """Return the reason for a patch whose replacement could not be made or set."""
-    return f"it cannot be made: {type(error).__name__}: {error}"
+    return f"npu-ops cannot create the replacement: {type(error).__name__}: {error}"
 
 
 def parameters(function: Any) -> Names | None:

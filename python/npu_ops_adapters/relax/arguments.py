@@ -18,10 +18,10 @@ def patches() -> Iterable[Patch]:
         target=f"{_MODULE}:ProfileFeature.register_args",
         op="relax_arguments",
         make=_add_missing,
-        why="Relax has --profile-with-stack and --profile-with-memory too: a conflict",
+        why="Relax also adds --profile-with-stack and --profile-with-memory: a conflict",
         signatures=(("self", "parser"),),
         versions="Relax 36a3e048, MindSpeed core_r0.16.0",
-        remove_when="MindSpeed asks whether an option is there",
+        remove_when="MindSpeed checks whether an option exists",
     )
 
 

@@ -20,7 +20,7 @@ def patches() -> Iterable[Patch]:
         target=f"{_LAYER}:GatedDeltaNet.__init__",
         op="relax_gated_delta_net",
         make=_with_settings,
-        why="the layer asks the configuration for settings that Relax does not have",
+        why="the layer reads settings from the configuration that Relax does not set",
         signatures=(),
         versions="Relax 36a3e048, MindSpeed-Bridge of May 2026",
         remove_when="Relax sets them, or MindSpeed-Bridge's configuration has them",

@@ -25,7 +25,7 @@ _CALL = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_ro
 _WHOLE = (*_CALL, "topk_indices", "sinks", "slopes")
 _UPDATED = "npu_fused_infer_attention_score"  # SGLang sets its lengths before each replay
 _LEFT = "left to SGLang: latent attention, encoders' keys, quantised caches, context parallelism"
-_STAYS = f"; in graphs its own {_UPDATED}, where the plan chooses that"
+_STAYS = f"; in graphs also {_UPDATED}, if the plan chooses it"
 
 
 def patches() -> Iterable[Patch]:
@@ -43,7 +43,7 @@ def patches() -> Iterable[Patch]:
             f"{MODULE}:AscendAttnBackend.{name}",
             "attention",
             ours,
-            "it drops windows and soft caps, and goes through sequences one by one",
+            "it ignores windows and soft caps, and computes sequences one by one",
             *signatures,
             note=note.__str__,
         )
@@ -55,7 +55,7 @@ def extend(
 ):  # fmt: skip
     """Attend with new tokens of each sequence, after those already in the cache."""
     if _drafted(forward_batch.forward_mode):
-        raise functions.NotOursError("forward_mtp, which this calls, is ours")
+        raise functions.NotOursError("it calls forward_mtp, which npu-ops replaces")
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope, topk_indices=topk_indices, slopes=slopes)
     starts = _starts(forward_batch.extend_seq_lens_cpu)
@@ -69,7 +69,7 @@ def decode(
 ):  # fmt: skip
     """Attend with the last token of each sequence: no key needs to be masked."""
     if self.graph_mode:
-        raise functions.NotOursError("forward_decode_graph, which this calls, is ours")
+        raise functions.NotOursError("it calls forward_decode_graph, which npu-ops replaces")
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope, topk_indices=topk_indices, slopes=slopes)
     call.write(k, v, save_kv_cache)
@@ -91,7 +91,7 @@ def verify(
     each = self.speculative_num_draft_tokens
     if self.graph_mode:
         if not verified:
-            raise functions.NotOursError("a draft's graph is updated once for each step")
+            raise functions.NotOursError("SGLang updates a draft's graph once per step")
         call.leave_to_sglang(layout="TND", is_causal=True)
         call.write(k, v, save_kv_cache)
         ends = self.forward_metadata.actual_seq_lengths_q
@@ -112,7 +112,7 @@ def decode_graph(
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope)
     if forward_batch.spec_info is not None:
-        raise functions.NotOursError("a draft's graph is updated once for each step")
+        raise functions.NotOursError("SGLang updates a draft's graph once per step")
     call.leave_to_sglang(layout="BSND", query_length=1)
     call.write(k, v, save_kv_cache)
     return call.one_each(self.forward_metadata.seq_lens)
@@ -133,9 +133,9 @@ class Call:
         functions.check_device(self.q)
         backend, batch, layer = self.backend, self.forward_batch, self.layer
         if torch.compiler.is_compiling():
-            raise functions.NotOursError("SGLang has chosen what is compiled")
+            raise functions.NotOursError("SGLang chooses the functions that torch.compile traces")
         if backend.use_mla or getattr(backend, "is_dllm_model", False):
-            raise functions.NotOursError("latent attention and diffusion have calls of their own")
+            raise functions.NotOursError("latent attention and diffusion use other calls")
         functions.refuse(
             **arguments,
             use_alibi=getattr(backend, "use_alibi", False),
@@ -151,7 +151,9 @@ class Call:
         if layer.logit_cap and getattr(layer, "logit_capping_method", "tanh") != "tanh":
             raise ValueError(f"logit_capping_method: got {layer.logit_capping_method}, needs tanh")
         if layer.attn_type.value not in ("decoder", "encoder_only"):
-            raise ValueError(f"attn_type: got {layer.attn_type.value}, whose mask is not said")
+            raise ValueError(
+                f"attn_type: got {layer.attn_type.value}, needs decoder or encoder_only"
+            )
         for cache in self.caches():
             if cache.dtype != self.q.dtype:
                 raise ValueError(f"cache: got {cache.dtype}, needs q's {self.q.dtype}")
@@ -174,7 +176,9 @@ class Call:
             )
         )  # fmt: skip
         if plan.graph_update and self.window is None:  # SGLang's call would lack the window
-            raise functions.NotOursError(f"a replay sets {plan.graph_update} of {plan.operator}")
+            raise functions.NotOursError(
+                f"SGLang sets {plan.graph_update} of {plan.operator} before each replay"
+            )
 
     def write(self, k, v, save_kv_cache) -> None:
         """Write new keys and values as SGLang does. Repeating it is safe."""
@@ -191,7 +195,7 @@ class Call:
         starts: like cu_seqlens. Tokens after its last entry are padding.
         """
         if keys is None or len(keys) != len(starts) - 1 or starts[-1] > self.q.shape[0]:
-            raise ValueError("seq_lens_cpu: got none or others, needs one for each sequence")
+            raise ValueError("seq_lens_cpu: got None or other lengths, needs one for each sequence")
         self.write(k, v, save_kv_cache)
         starts = torch.tensor(starts, dtype=torch.int32, device="cpu")
         longest = int(starts.diff().max())

@@ -35,7 +35,7 @@ def patches() -> Iterable[Patch]:
                 target,
                 "gated_delta_net",
                 ours,
-                "it needs sgl-kernel-npu, whose kernels are for 128 keys and values",
+                "it needs sgl-kernel-npu, whose kernels take only K = V = 128",
                 _PARAMETERS,
             )
             yield dataclasses.replace(patch, make=functools.partial(_made, ours, target))

@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
             f"{_MODULE}:TorchNativeAttnBackend._run_sdpa_forward_{name}",
             "attention",
             ours,
-            "it goes through sequences one by one, and computes a cached prefix's queries again",
+            "it computes sequences one by one, and computes queries of a cached prefix again",
             (*_CACHE, *lengths, *_RULE),
             (*_CACHE, *lengths, "encoder_lens", *_RULE, "is_cross_attn", "sliding_window_size"),
         )

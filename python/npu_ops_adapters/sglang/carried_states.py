@@ -32,7 +32,7 @@ def patches() -> Iterable[Patch]:
             target="sglang.srt.configs.mamba_utils:Mamba2StateShape.create",
             op="gated_delta_net",
             make=_with_more_rows,
-            why="a state has its unfinished chunk beside it (NPU_OPS_CONSISTENT=chunks)",
+            why="NPU_OPS_CONSISTENT=chunks keeps the unfinished chunk beside each state",
             signatures=(_PARAMETERS,),
             versions="SGLang 0.5.23",
             remove_when="SGLang keeps the tokens of unfinished chunks itself",

@@ -24,7 +24,7 @@ def patches() -> Iterable[Patch]:
         f"{functions.gated_delta_net()}:causal_conv1d_fn",
         "causal_conv1d",
         ours,
-        "on NPUs it is a dozen kernels that pad every sequence to the longest, and it waits",
+        "on NPUs it launches a dozen kernels, pads all sequences and waits for the device",
         (*_HEAD, "kwargs"),
         (*_HEAD, "block_table", "kwargs"),
         _ON_NPU,
@@ -44,7 +44,7 @@ def ours(
     """
     functions.check_device(x)
     if arguments or conv_states is None or query_start_loc is None:
-        raise ValueError("got another call than those of SGLang's backends")
+        raise ValueError("got other arguments than SGLang's backends pass")
     if conv_states.shape[2] != weight.shape[1] - 1:
         raise ValueError(f"conv_states: got {list(conv_states.shape)}, needs W - 1 columns")
     functions.check_pool("conv_states", conv_states, x, functions.CONV_DTYPE)

@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
         f"{functions.gated_delta_net()}:causal_conv1d_update",
         "causal_conv1d_update",
         ours,
-        "on NPUs it wants the pool transposed, which copies all of it at each step",
+        "on NPUs it needs a transposed pool, and so copies the whole pool at each step",
         (*_HEAD, "num_accepted_tokens", *_WINDOW, *_TREE, *_TAIL),
         (*_HEAD, "num_accept_tokens", *_WINDOW, *_TREE, *_TAIL),
         (*_HEAD, "num_accepted_tokens", "intermediate_conv_window", *_TAIL),

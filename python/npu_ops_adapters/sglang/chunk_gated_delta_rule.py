@@ -18,7 +18,7 @@ def patches() -> Iterable[Patch]:
             f"{functions.gated_delta_net()}:chunk_gated_delta_rule",
             "chunk_gated_delta_rule",
             ours,
-            "on NPUs it is sgl-kernel-npu's, for 128 keys and values",
+            "on NPUs it is sgl-kernel-npu's function, which takes only K = V = 128",
             (*_HEAD, "initial_state_indices", *_TAIL, "use_qk_l2norm_in_kernel"),
             (*_HEAD, "output_final_state", *_TAIL, "use_qk_l2norm_in_kernel"),
         )
@@ -36,7 +36,7 @@ def ours(
     functions.check_device(q)
     functions.refuse(scale=scale, head_first=head_first)
     if not use_qk_l2norm_in_kernel or initial_state is None or cu_seqlens is None:
-        raise ValueError("got another call than that of SGLang's backend")
+        raise ValueError("got other arguments than SGLang's backend passes")
     pooled = initial_state_indices is not None
     slots = initial_state_indices if pooled else make.counted(len(initial_state), device=q.device)
     v_first = gated_delta_net.state_v_first()

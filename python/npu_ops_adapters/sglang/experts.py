@@ -17,7 +17,7 @@ from npu_ops.core import env, make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
-_WHY = "it adds the experts of a token in other roundings than training"
+_WHY = "it rounds the sum of a token's experts differently from training"
 
 
 def patches() -> Iterable[Patch]:

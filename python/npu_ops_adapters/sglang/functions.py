@@ -63,7 +63,7 @@ def replaced(*arguments, **changes) -> Patch:
     """Return a patch of a SGLang function; the arguments are those of `serving.replaced`."""
     settings = {
         "versions": VERSIONS,
-        "remove_when": "SGLang lets the function be registered for a device it knows",
+        "remove_when": "SGLang accepts a registered function for this device",
         "by": hooks.who_applies(),
     }
     return serving.replaced("SGLang", *arguments, **(settings | changes))

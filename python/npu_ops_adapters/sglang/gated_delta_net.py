@@ -31,10 +31,13 @@ def patches() -> Iterable[Patch]:
             target=f"{functions.gated_delta_net()}:GDNKernelDispatcher.__init__",
             op="gated_delta_net",
             make=_replace,
-            why="a server's states are fp32 in ours, and no kernel is launched for one half of it",
+            why=(
+                "a server's states are fp32 in npu-ops, and no kernel is launched for one half "
+                "of it"
+            ),
             signatures=(_PARAMETERS, (*_PARAMETERS, "verify_backend")),
             versions="SGLang 0.5.10 to 0.5.23",
-            remove_when="SGLang takes kernels of Gated Delta Net from plugins",
+            remove_when="SGLang accepts kernels of Gated Delta Net from plugins",
             by=functions.hooks.who_applies(),
         )
 
@@ -53,7 +56,7 @@ def state_v_first() -> bool:
     if found is None and functions.since("0.5.20"):
         raise ValueError(
             "SGLang 0.5.20 to 0.5.22 have states in the order of sgl-kernel-npu's kernels, and "
-            f"{_KERNELS} does not say which that is"
+            f"npu-ops cannot tell that order from {_KERNELS}"
         )
     return bool(found)
 

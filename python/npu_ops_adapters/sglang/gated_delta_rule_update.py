@@ -20,7 +20,7 @@ def patches() -> Iterable[Patch]:
             f"{functions.gated_delta_net()}:fused_sigmoid_gating_delta_rule_update",
             "gated_delta_rule_update",
             ours,
-            "on NPUs it leaves out the last of an odd number of heads",
+            "on NPUs it skips the last head if the number of heads is odd",
             names[:-1],
             names,
         )

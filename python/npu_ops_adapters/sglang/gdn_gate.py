@@ -15,7 +15,8 @@ def patches() -> Iterable[Patch]:
         f"{functions.gated_delta_net()}:fused_gdn_gating",
         "gdn_gate",
         ours,
-        "softplus overflows in it before it is replaced, and on NPUs it is tiled by 8 heads",
+        "its softplus overflows before a threshold replaces it, and on NPUs it has tiles "
+        "of 8 heads",
         rebind=False,  # do not replace it under a second name in the same module
     )
 

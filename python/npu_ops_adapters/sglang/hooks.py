@@ -71,7 +71,7 @@ def _is_there(patch: Patch) -> bool:
     try:
         importlib.import_module(patch.module)
     except ImportError as error:
-        log.once(f"{patch.target}: it does not import: {error}")
+        log.once(f"{patch.target}: its module does not import: {error}")
         return False
     (row,) = [row for row in patching.plan([patch]) if row.key == patch.key]
     if row.state is State.REFUSED:

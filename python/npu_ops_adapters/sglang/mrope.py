@@ -18,14 +18,14 @@ def patches() -> Iterable[Patch]:
         f"{home}:MRotaryEmbedding.forward_npu",
         "mrope",
         ours,
-        "up to 0.5.20 it rotates every axis by the first one's angle, and later it is not fused",
+        "up to 0.5.20 it rotates every axis by the first axis' angle, later it is not fused",
         _PARAMETERS,
     )
     yield functions.replaced(
         f"{home}:MRotaryEmbedding.forward_native",
         "mrope",
         ours_on_cpu,
-        "two dozen kernels, each rounding to the heads' dtype",
+        "it launches two dozen kernels, and each rounds to the heads' dtype",
         _PARAMETERS,
     )
 

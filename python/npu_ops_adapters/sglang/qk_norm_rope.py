@@ -35,7 +35,7 @@ def patches() -> Iterable[Patch]:
         methods += [
             ("qwen3_5:Qwen3_5AttentionDecoderLayer.forward_prepare_npu_prefill", ours_gated)
         ]
-    why = "two norms and a rotation, each rounding to the heads' dtype, that read and write q and k"
+    why = "it launches two norms and a rotation; each reads, rounds and writes q and k"
     for method, function in methods:
         target = f"sglang.srt.models.{method}"
         yield functions.replaced(target, "qk_norm_rope", function, why)
@@ -52,7 +52,7 @@ def ours(self, positions, hidden_states):
 def ours_of_experts(self, qkv, positions, forward_batch):
     """Return what `ours` returns, from qkv `[T, W]`, the projection's output."""
     if getattr(self, "use_fused_qk_norm_rope_cpu", False):
-        raise functions.NotOursError("SGLang's own kernel for CPUs is asked for")
+        raise functions.NotOursError("SGLang is set to use its own CPU kernel")
     check(self, qkv)
     q, k, v, _ = prepared(self, positions, qkv)
     # SGLang reads this attribute to decide which code saves k and v.

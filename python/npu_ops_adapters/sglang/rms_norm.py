@@ -30,14 +30,14 @@ def patches() -> Iterable[Patch]:
 
     A norm selects one of them when it is built.
     """
-    why = "a sum is not rounded as in training, nor is 1 + weight"
+    why = "it rounds a sum and 1 + weight differently from training"
     for name, ours in (("RMSNorm", ours_plain), ("GemmaRMSNorm", ours_zero_centered)):
         for way in ("npu", "cpu", "native"):
             target = f"{_HOME}:{name}.forward_{way}"
             yield functions.replaced(target, "rms_norm", ours, why, *_SIGNATURES)
     if functions.since("0.5.23"):
         for target in _OF_GROUPS:
-            why = "a dozen kernels where its own is for CUDA"
+            why = "it launches a dozen kernels, because SGLang's kernel is for CUDA"
             yield functions.replaced(target, "rms_norm", ours_of_groups, why, ("self", "x"))
 
 

@@ -15,7 +15,7 @@ def patches() -> Iterable[Patch]:
     """Patch the functions behind `FusedRMSNormGated` and `RMSNorm` in SGLang's copy of fla."""
     home = "sglang.kernels.ops" if functions.since("0.5.18") else "sglang.srt.layers"
     home += ".attention.fla"
-    why = "on NPUs it is another package's, and elsewhere needs a Triton that runs there"
+    why = "on NPUs it is another package's function, elsewhere it needs a Triton driver"
     if functions.since("0.5.10"):
         yield functions.replaced(
             f"{home}.fused_norm_gate:rms_norm_gated", "rms_norm_gated", ours, why

@@ -27,7 +27,7 @@ def patches() -> Iterable[Patch]:
         f"{home}:RotaryEmbedding.forward_native",
         "rope",
         ours_on_cpu,
-        "a dozen kernels, each rounding to the heads' dtype",
+        "it launches a dozen kernels, and each rounds to the heads' dtype",
         _PARAMETERS,
     )
 
@@ -56,9 +56,9 @@ def check_plain(embedding, query, home: str) -> None:
     """
     functions.check_device(query)
     if torch.compiler.is_compiling():
-        raise functions.NotOursError("SGLang has chosen what is compiled")
+        raise functions.NotOursError("SGLang chooses the functions that torch.compile traces")
     definer = next(c for c in type(embedding).__mro__ if "forward_native" in vars(c))
     if definer.__name__ != home:
         raise functions.NotOursError(f"{definer.__name__} rotates in its own way")
     if getattr(embedding, "_force_native", False) or hasattr(embedding, "sin_cos_cache"):
-        raise functions.NotOursError("SGLang wants its own arithmetic here, bit by bit")
+        raise functions.NotOursError("SGLang needs its own arithmetic here, bit for bit")

@@ -43,7 +43,7 @@ def patches() -> Iterable[Patch]:
         target="sglang.srt.models.qwen3_vl:Qwen3LLMModel.__init__", op="linear",
         make=with_the_order_of_training, why="it adds deepstack in another order than training",
         signatures=(("self", "config", "quant_config", "prefix"),), versions=functions.VERSIONS,
-        remove_when="SGLang lets one ask for that order alone", optional=True,
+        remove_when="SGLang has an option for that order only", optional=True,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def patches() -> Iterable[Patch]:
     yield functions.replaced(
         f"{_INDEXER}.apply_rope", "rope", rotated, "it overwrites tables that other layers read"
     )
-    why = "it goes through queries one by one, and knows no cache of an NPU"
+    why = "it computes queries one by one, and does not support the cache of an NPU"
     for name in ("forward_extend", "forward_decode"):
         yield functions.replaced(f"{_BACKEND}.{name}", "attention", attend, why, _CALL)
     if functions.on_npu():

@@ -40,10 +40,10 @@ def _patch(model: str, name: str, make: Callable, parameters: tuple[str, ...]) -
         target=f"sglang.srt.models.{model}:{name}",
         op="split_qkv_rmsnorm_rope",
         make=make,
-        why="heads that are no power of two stop it, and it reads another rotary dimension wrong",
+        why="it fails for heads that are no power of two, and misreads other rotary dimensions",
         signatures=(parameters,),
         versions="SGLang 0.5.15 to 0.5.23",
-        remove_when="sgl-kernel-npu takes every head",
+        remove_when="sgl-kernel-npu takes every head dimension",
         by=hooks.who_applies(),
     )
 

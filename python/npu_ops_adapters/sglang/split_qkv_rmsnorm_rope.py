@@ -33,7 +33,10 @@ def patches() -> Iterable[Patch]:
             target=f"sglang.srt.models.{model}:split_qkv_rmsnorm_rope",
             op="split_qkv_rmsnorm_rope",
             make=replace,
-            why="its arguments changed places, and heads that are no power of two stop it",
+            why=(
+                "the order of its arguments changed, and it fails for heads that are no "
+                "power of two"
+            ),
             signatures=(WEIGHTS_FIRST, SIZES_FIRST, (*SIZES_FIRST, "is_neox_style")),
             versions=functions.VERSIONS,
             remove_when="no sgl-kernel-npu of 2025 is in use",

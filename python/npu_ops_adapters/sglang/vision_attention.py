@@ -21,10 +21,10 @@ def patches() -> Iterable[Patch]:
         target=f"{_MODULE}:QKV_BACKEND_IMPL.ascend_attn",
         op="attention",
         make=_replace,
-        why="it runs on NPUs alone, and dropped masks before 0.5.20",
+        why="it runs only on NPUs, and ignored masks before 0.5.20",
         signatures=(),  # a class
         versions=functions.VERSIONS,
-        remove_when="SGLang lets a backend of its vision towers be registered",
+        remove_when="SGLang accepts a registered backend for its vision towers",
         rebind=False,
     )
 
@@ -66,7 +66,7 @@ def ours(
     functions.check_device(q)
     functions.refuse(attention_mask=attention_mask, output_ws=output_ws)
     if settings.get("softmax_in_single_precision") and q.dtype != torch.float32:
-        raise ValueError("softmax_in_single_precision: got it, and scores of another precision")
+        raise ValueError("softmax_in_single_precision: got True, needs q in float32")
     if forward_metadata is not None:
         starts = forward_metadata.cu_seqlens
     else:

@@ -11,7 +11,7 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
 _MODULE = "sglang.srt.models.qwen3_vl"
-_WHY = "in fp32 a grid point falls beside the table's row that it is on, and weights are rounded"
+_WHY = "fp32 moves a grid point off its row of the table, and weights are rounded"
 
 
 def patches() -> Iterable[Patch]:

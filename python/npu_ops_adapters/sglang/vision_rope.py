@@ -40,7 +40,7 @@ def ours(q, k, cos, sin, unsqueeze_dim=1):
     """Rotate q and k `[T, heads, D]`; cos and sin are `[T, D]`."""
     functions.check_device(q)
     if torch.compiler.is_compiling():
-        raise functions.NotOursError("SGLang has chosen what is compiled")
+        raise functions.NotOursError("SGLang chooses the functions that torch.compile traces")
     if q.dim() != 3 or unsqueeze_dim != 1:
         raise ValueError(f"q: got shape {list(q.shape)}, needs [T, heads, D]")
     return npu_ops.apply_rotary_pos_emb(q, k, cos, sin, layout="TND")

@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
         target=f"{_HOME}:_REGISTRY.npu",
         op="slime_accelerator",
         make=_register,
-        why="slime has accelerators for CUDA and MUSA alone",
+        why="slime supports only CUDA and MUSA",
         signatures=(),
         versions="slime 624b824a",
         remove_when="slime has an accelerator for NPUs",
@@ -37,7 +37,7 @@ def patches() -> Iterable[Patch]:
 
 def _why_not(registered: Any) -> str | None:
     if registered is not None or importlib.util.find_spec(f"{_HOME}.npu"):
-        return "slime has an accelerator for NPUs itself"
+        return "slime has its own accelerator for NPUs"
     fields = tuple(f.name for f in dataclasses.fields(sys.modules[_HOME]._BackendRegistration))
     if fields != _FIELDS:
         return f"_BackendRegistration: got fields {fields}, needs {_FIELDS}"

@@ -46,10 +46,10 @@ def _patch(target: str, make: Callable, signatures: tuple, why_not=None) -> Patc
         target=target,
         op="slime_engine",
         make=make,
-        why="slime speaks to an earlier SGLang",
+        why="slime calls the API of an earlier SGLang",
         signatures=signatures,
         versions="slime 624b824a with SGLang 0.5.23",
-        remove_when="slime is for SGLang 0.5.23",
+        remove_when="slime supports SGLang 0.5.23",
         rebind=False,
         why_not=why_not,
     )

@@ -24,7 +24,7 @@ def patches() -> Iterable[Patch]:
             target=f"{_HOME}:{_NAME}",
             op="slime_log_probs",
             make=_replace,
-            why="it adds exponentials in another order than a server",
+            why="it adds exponentials in another order than an inference server",
             signatures=(
                 (
                     "logits", "tokens", "tp_group", "with_entropy", "with_entropy_grad",

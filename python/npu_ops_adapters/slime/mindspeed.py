@@ -33,7 +33,7 @@ def patches() -> Iterable[Patch]:
         target="slime_plugins.models.qwen_gdn_backend:get_chunk_gated_delta_rule",
         op="chunk_gated_delta_rule",
         make=_as_fla_has_it,
-        why="MindSpeed puts its own kernel, which takes bf16 alone, under fla's name",
+        why="MindSpeed replaces fla's function with its own kernel, which takes only bf16",
         signatures=(("backend",),),
         versions=_VERSIONS,
         remove_when="MindSpeed leaves fla's function in place",

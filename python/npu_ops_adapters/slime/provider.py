@@ -33,7 +33,7 @@ def patches() -> Iterable[Patch]:
         target="megatron.bridge.models.transformer_config:TransformerConfig.finalize",
         op="slime_provider",
         make=_with_arguments,
-        why="slime passes a few arguments, and MindSpeed reads others there",
+        why="slime passes a few arguments to the provider, and MindSpeed reads others from it",
         signatures=(("self",),),
         versions="slime v0.2.2, Megatron-Bridge 0.3.1",
         remove_when="slime passes all of its arguments to the provider",

@@ -19,7 +19,7 @@ def patches() -> Iterable[Patch]:
         target=f"{_MODEL}:Qwen3_5VLModel.__init__",
         op="slime_qwen3_5_vl",
         make=_with_mrope,
-        why="slime's script says rope; MindSpeed tells Megatron-LM so in place of slime's mrope",
+        why="slime's script sets rope; MindSpeed passes that to Megatron-LM, not slime's mrope",
         signatures=(
             (
                 *("self", "config", "language_layer_spec", "hf_config", "args", "pre_process"),
@@ -27,13 +27,13 @@ def patches() -> Iterable[Patch]:
             ),
         ),
         versions=f"{_VERSIONS} with MindSpeed core_r0.16.0",
-        remove_when="slime's script for Qwen3.5 with pictures says mrope",
+        remove_when="slime's script for Qwen3.5 with pictures sets mrope",
     )
     yield Patch(
         target=f"{_MODEL}_utils:get_packed_cp_local_indices",
         op="slime_qwen3_5_vl",
         make=_whole,
-        why="without context parallelism too it refuses sequences of odd length",
+        why="it rejects sequences of odd length even without context parallelism",
         signatures=(("cu_seqlens", "cp_size", "cp_rank", "device"),),
         versions=_VERSIONS,
         remove_when="slime takes sequences of odd length without context parallelism",

@@ -57,7 +57,7 @@ def _patch(target: str, make: Callable, signatures: tuple) -> Patch:
         target=target,
         op="slime_qwen3_next",
         make=make,
-        why="slime's numbers are wrong there, and nothing says so",
+        why="slime computes wrong values in this function, without a warning",
         signatures=signatures,
         versions="slime v0.2.2",
         remove_when="slime v0.2.2 is not used",
@@ -82,7 +82,7 @@ def _pass_lengths(original: Callable) -> Callable:
     def npu_ops_rule(*args, **kwargs):
         lengths = getattr(_now, "lengths", None)
         if lengths is not None and kwargs.get("cu_seqlens") is None:
-            _say("passes a state from one packed sequence into the next", "#1686")
+            _say("carries states from one packed sequence into the next", "#1686")
             kwargs["cu_seqlens"] = lengths
         return original(*args, **kwargs)
 
@@ -94,7 +94,7 @@ def _gather_once(original: Any) -> Any:
 
     @functools.wraps(gather)
     def npu_ops_gather(*args, **kwargs):
-        _say("adds gradients of Qwen3-Next's layers once for each rank", "#1748")
+        _say("adds gradients of Qwen3-Next's layers once per rank", "#1748")
         return gather(*args, **{_ALONE: False} | kwargs)
 
     return types.SimpleNamespace(**vars(original) | {_GATHER: npu_ops_gather})
@@ -102,6 +102,6 @@ def _gather_once(original: Any) -> Any:
 
 def _say(mistake: str, mended_by: str) -> None:
     log.once(
-        f"slime {mistake}: npu-ops does as slime's {mended_by};"
-        " NPU_OPS_DISABLE=slime_qwen3_next leaves it as it was"
+        f"slime {mistake}: npu-ops applies the fix of slime's {mended_by};"
+        " NPU_OPS_DISABLE=slime_qwen3_next turns this off"
     )

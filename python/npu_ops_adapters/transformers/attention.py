@@ -32,7 +32,7 @@ from npu_ops_adapters.verl import ulysses
 NAME = "npu_ops"
 _FUNCTIONS = "transformers.modeling_utils"
 _MASKS = "transformers.masking_utils"
-_WHY = "attn_implementation='npu_ops' is how a model asks for it"
+_WHY = "a model selects npu-ops with attn_implementation='npu_ops'"
 _SPREAD = "a sequence over several ranks (verl's Ulysses)"
 _ARGUMENTS = {
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k",
@@ -40,7 +40,9 @@ _ARGUMENTS = {
     "attn_mask": "attention_mask", "bias": "attention_mask", "window": "sliding_window",
     "scale": "scaling", "dropout_p": "dropout", "sinks": "s_aux",
 }  # fmt: skip
-_OVER_RANKS = "which is not done over several ranks (verl's Ulysses); flash_attention_2 may do it"
+_OVER_RANKS = (
+    "which npu-ops does not support over several ranks (verl's Ulysses); flash_attention_2 may"
+)
 
 
 def patches() -> Iterable[Patch]:
@@ -59,7 +61,10 @@ def patches() -> Iterable[Patch]:
                 "attention",
                 _packs_images,
                 (("config", "requested_attention_implementation", "version"),),
-                why="without it images go one by one, and lengths come to the host in each layer",
+                why=(
+                    "without this patch images run one by one, and each layer copies lengths "
+                    "to the host"
+                ),
                 rebind=False,
             )
 
@@ -80,8 +85,8 @@ def _hand_models_over() -> None:
         config._attn_implementation = "sdpa"
     if ours:
         log.logger.warning(
-            "transformers: %d configurations of loaded models say attn_implementation='npu_ops', "
-            "which was reverted: they say 'sdpa' now",
+            "transformers: revert() removed attn_implementation='npu_ops'; %d configurations of "
+            "loaded models now use 'sdpa'",
             len(ours),
         )
 
@@ -196,11 +201,9 @@ def _spread(query, key, value, is_causal, mask, options, settings):
     so the sequences' starts are computed from the positions of all ranks instead.
     """
     if mask is not None and _packing(mask) is None:
-        raise RuntimeError(
-            f"attention_mask: got one that is not packed and causal alone, {_OVER_RANKS}"
-        )
+        raise RuntimeError(f"attention_mask: got a mask beyond packed and causal, {_OVER_RANKS}")
     if options.get("cu_seq_lens_q") is not None or settings["sinks"] is not None:
-        raise RuntimeError(f"cu_seq_lens_q, s_aux: got one, {_OVER_RANKS}")
+        raise RuntimeError(f"cu_seq_lens_q, s_aux: got a value, {_OVER_RANKS}")
     position_ids = options["position_ids"]
     if position_ids.shape != (1, query.shape[2]):
         raise check.shape("position_ids", position_ids, f"[1, {query.shape[2]}] for {_SPREAD}")

@@ -87,7 +87,7 @@ def _by_channel(rows, weight, bias, activation, cu_seqlens):
 def _plain(x, weight, bias=None, activation=None, seq_idx=None):
     """Convolve x `[B, D, T]` in PyTorch, as version 4 does without the package causal-conv1d."""
     if seq_idx is not None:
-        raise ValueError("seq_idx: got one with a batch, needs the package causal-conv1d")
+        raise ValueError("seq_idx: got a value with a batch, needs the package causal-conv1d")
     weight, length = weight[:, None], x.shape[2]
     padding = weight.shape[2] - 1
     y = torch.nn.functional.conv1d(x, weight, bias, padding=padding, groups=weight.shape[0])

@@ -45,7 +45,9 @@ def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Calla
     for name, tensor in (("hidden_states", x), ("conv_state", state), ("weight", weight)):
         check.floating(name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: got one that requires a gradient, needs torch.no_grad()")
+            raise ValueError(
+                f"{name}: got a tensor that requires a gradient, needs torch.no_grad()"
+            )
     check_device(x)
     if x.dim() != 3 or x.shape[2] != 1:
         raise check.shape("hidden_states", x, "[B, D, 1]")

@@ -67,7 +67,7 @@ def ours(
         RuntimeError: verl's Ulysses has split the sequence over ranks. Each rank would start with
             a new state.
     """
-    check_whole("verl has Gated Delta Net over several ranks for Qwen3.5 alone")
+    check_whole("verl supports Gated Delta Net over several ranks only for Qwen3.5")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(

@@ -50,7 +50,7 @@ def ours(
         RuntimeError: verl's Ulysses has split the sequence over ranks. Each rank would start with
             a new state.
     """
-    check_whole("verl has no Kimi Delta Attention over several ranks")
+    check_whole("verl supports no Kimi Delta Attention over several ranks")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
     arguments = checked_by(
         _Call, check_call, q=query, k=key, v=value, g=g, beta=beta, initial_state=initial_state,

@@ -67,7 +67,7 @@ def choose(subject: Any, variants: tuple[Variant, ...]) -> Variant | str:
         reason = _difference(variant, function, subject)
         if not reason:
             return variant
-    return f"a small call does not give what npu-ops gives: {reason}"
+    return f"a small call gives another result than npu-ops: {reason}"
 
 
 def innermost(function: Any) -> Any:
@@ -175,5 +175,5 @@ class Draw:
 def small_norm(cls: type, factor: int) -> torch.nn.Module:
     """Make a norm of a model's class: 8 * factor elements, a large eps, random weights."""
     if "weight" not in innermost(cls.forward).__code__.co_names:
-        raise ValueError("weight: got none, needs one for each element")
+        raise ValueError("weight: got None, needs a weight for each element")
     return Draw().fill(cls(8 * factor, eps=0.1 / factor))

@@ -23,7 +23,7 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
 
 _HOME = "transformers.integrations.moe"
-_WHY = "it waits for the number of tokens of each expert, and launches a product for each"
+_WHY = "it waits for the number of tokens per expert, and launches a product per expert"
 
 
 def patches() -> Iterable[Patch]:
@@ -35,7 +35,7 @@ def patches() -> Iterable[Patch]:
         yield models.patch(
             f"{_HOME}:ExpertsInterface.get_interface", "grouped_linear", always_grouped,
             (("self", "experts_implementation", "default"),),
-            why="its other ways have other bits than grouped products",
+            why="its other implementations give other bits than grouped products",
         )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def ours(input, weight, offs, bias=None, is_transposed=False) -> Callable:
     """Return the npu-ops call for this call of transformers."""
     check_device(input)
     if not env.settings.consistent and (input.device.type == "cpu" or pytorch_has_one()):
-        raise ValueError("input: got a tensor where PyTorch's grouped product is at home")
+        raise ValueError("input: got a tensor for which PyTorch has a grouped product")
     check.alone("a grouped product", bias=bias)
     if is_transposed:
         weight = weight.transpose(-2, -1)

@@ -67,7 +67,7 @@ def ours_by_channel(
     With NPU_OPS_CONSISTENT=1 the call runs `chunk_kda`, as training does.
     """
     if env.settings.consistent == "chunks":
-        raise ValueError("g: got a decay by key channel, whose states carry no unfinished chunk")
+        raise ValueError("g: got a decay per key channel, whose states carry no unfinished chunk")
     if env.settings.consistent:
         return by_chunks(
             query, key, value, g, beta, 64, initial_state, output_final_state,

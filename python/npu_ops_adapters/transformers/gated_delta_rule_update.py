@@ -90,16 +90,24 @@ def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread
     x = hidden_states
     check_device(x)
     if cache_params is None or x.dim() != 3 or x.shape[1] != 1 or env.settings.consistent:
-        raise ValueError("hidden_states: got tokens of another step, needs one behind a cache")
+        raise ValueError(
+            "hidden_states: got another call than a decoding step, needs one token behind a cache"
+        )
     check.alone("a decoding step", attention_mask=attention_mask)
     if torch.is_grad_enabled() and any(p.requires_grad for p in (x, *module.parameters())):
-        raise ValueError("hidden_states: got one that needs a gradient, needs torch.no_grad()")
+        raise ValueError(
+            "hidden_states: got a tensor that requires a gradient, needs torch.no_grad()"
+        )
     layer = module.layer_idx
     conv, state = cache_params.get_conv_state(layer), cache_params.get_recurrent_state(layer)
     if conv is None or state is None or cache_params.is_recording_past(layer):
-        raise ValueError("cache_params: got one without this layer's states, needs them")
+        raise ValueError(
+            "cache_params: got a cache without this layer's states, needs these states"
+        )
     if hasattr(module.conv1d, "_hf_hook"):
-        raise ValueError("conv1d: got a filter that accelerate moves, needs one that stays")
+        raise ValueError(
+            "conv1d: got a filter that accelerate offloads, needs one that stays on the device"
+        )
     check.one_of("recurrent_state's dtype", state.dtype, (torch.float32, torch.bfloat16))
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     qkv, *others = _projected(module, x)

@@ -37,7 +37,7 @@ RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
 _PARTS = (CONVOLUTION, RULE, RULE_BY_CHANNEL)
 
 VERSIONS = "transformers 4.57, 5.10 and 5.23"
-WHY = "it is several kernels, each of which reads and writes everything"
+WHY = "it launches several kernels, and each reads and writes all elements"
 
 
 def replaced(

@@ -125,6 +125,6 @@ def _check(q, k, cos, sin) -> None:
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         raise check.shape("sin", sin, f"cos's shape {list(cos.shape)} and dtype {cos.dtype}")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise ValueError("cos: got one that requires a gradient, needs one that does not")
+        raise ValueError("cos: got a tensor that requires a gradient, needs one that does not")
     if not 0 < cos.shape[-1] <= q.shape[-1] or cos.shape[-1] % 2:
         raise check.shape("cos", cos, f"an even width, at most {q.shape[-1]}")

@@ -19,7 +19,7 @@ from npu_ops_adapters.transformers import models
 from npu_ops_adapters.transformers.equivalence import Draw, Variant, innermost
 
 _OF_EXPERTS = "_default_apply_gate"  # of transformers.integrations.moe, from version 5 on
-_WHY = "it is two kernels, four in backward, and keeps silu(gate) for it"
+_WHY = "it launches two kernels, four in backward, and keeps silu(gate) for backward"
 _PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _SIGNATURES = ("self", "x"), ("self", "hidden_state"), ("self", "hidden_states")
 
@@ -87,7 +87,7 @@ def ours_of_experts(module, gate_up_out) -> Callable:
     """Return the npu-ops call for experts, whose one projection gives gate and up side by side."""
     _check(module.act_fn, "gate_up_out", gate_up_out)
     if not _takes(gate_up_out) or gate_up_out.shape[-1] % 2:
-        raise ValueError("gate_up_out: got what npu-ops has no kernel for")
+        raise ValueError("gate_up_out: got a tensor that no npu-ops kernel supports")
     return functools.partial(npu_ops.swiglu, gate_up_out)
 
 
@@ -99,11 +99,11 @@ def _check(activation, name: str, x) -> None:
     check.tensor(name, x)
     check_device(x)
     if env.settings.consistent:
-        raise ValueError("with NPU_OPS_CONSISTENT silu(gate) is rounded, too")
+        raise ValueError("NPU_OPS_CONSISTENT also rounds silu(gate), npu-ops' kernel does not")
     if activation is not torch.nn.functional.silu:
         check.one_of("act_fn", type(activation).__name__, ("SiLU", "SiLUActivation"))
         if activation._forward_hooks or activation._forward_pre_hooks:
-            raise ValueError("act_fn: got one with hooks, which ours would not call")
+            raise ValueError("act_fn: got a module with hooks, which npu-ops would not call")
 
 
 def _takes(x: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from npu_ops_adapters.transformers import models
 _INTERPOLATION = "get_vision_interpolation_indices_and_weights"
 _BILINEAR = "get_vision_bilinear_indices_and_weights"  # before version 5.11
 _METHOD = "fast_pos_embed_interpolate"  # in version 4
-_OP, _WHY = "vision_position", "servers with npu-ops interpolate in fp64"
+_OP, _WHY = "vision_position", "inference servers with npu-ops interpolate in fp64"
 
 
 def patches() -> Iterable[Patch]:
@@ -76,4 +76,4 @@ def _check_not_given(kwargs, *names: str) -> None:
     """Raise ValueError if the caller has computed one of these tensors itself."""
     for name in names:
         if (kwargs or {}).get(name) is not None:
-            raise ValueError(f"{name}: got it from the caller, needs None")
+            raise ValueError(f"{name}: got a value from the caller, needs None")

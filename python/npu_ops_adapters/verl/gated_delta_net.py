@@ -23,7 +23,7 @@ def patches() -> Iterable[Patch]:
         target="verl.models.transformers.qwen3_5:qwen3_5_gated_delta_net_forward",
         op="gated_delta_net",
         make=_replace,
-        why="packed sequences go one by one, and over several ranks not at all without fla",
+        why="it runs packed sequences one by one, and without fla not over several ranks",
         signatures=(
             (
                 *("self", "hidden_states", "cache_params", "attention_mask", "cu_seqlens"),
@@ -31,7 +31,7 @@ def patches() -> Iterable[Patch]:
             ),
         ),
         versions="verl 0.9.1",
-        remove_when="verl asks for functions that take packed sequences instead of for fla",
+        remove_when="verl checks for functions that take packed sequences instead of for fla",
     )
 
 

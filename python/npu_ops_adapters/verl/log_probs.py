@@ -38,7 +38,7 @@ def patches() -> Iterable[Patch]:
             target=f"{_ENGINE}:{_SCALE}",
             op="verl_log_probs",
             make=_scaled_in_fp32,
-            why="it divides in the dtype of the logits, a server in fp32",
+            why="it divides in the dtype of the logits, an inference server in fp32",
             signatures=(("logits", "temperature", "is_unit_temperature"),),
             versions="verl 0.9.1",
             remove_when="verl divides logits in fp32",

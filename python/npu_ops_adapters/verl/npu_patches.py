@@ -18,10 +18,10 @@ def patches() -> Iterable[Patch]:
         target="verl.models.transformers.npu_patch:apply_npu_patches",
         op="verl_npu_patches",
         make=_replace,
-        why="it sets functions over those of npu-ops",
+        why="it overwrites functions of npu-ops",
         signatures=((),),
         versions="verl 0.9.1",
-        remove_when="verl asks whether a function is its to replace",
+        remove_when="verl checks whether it may replace a function",
     )
 
 

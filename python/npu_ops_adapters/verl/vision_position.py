@@ -22,7 +22,7 @@ def patches() -> Iterable[Patch]:
         yield Patch(
             target=f"verl.models.transformers.{module}:fast_pos_embed_interpolate",
             op="vision_position", make=functools.partial(falling_through, method),
-            why="it rounds the weights, and servers with npu-ops do not",
+            why="it rounds the weights, and inference servers with npu-ops do not",
             signatures=(("self", "grid_thw"),), versions="verl 0.9.1",
             remove_when="verl supports no transformers before 5.9",
         )  # fmt: skip

@@ -28,7 +28,10 @@ def bench_command(
         ),
     ] = None,
     longest: Annotated[
-        float, typer.Option(min=0, help="Most seconds for a benchmark that does not become stable.")
+        float,
+        typer.Option(
+            min=0, help="Time limit in seconds for a benchmark that does not become stable."
+        ),
     ] = 60.0,
     compare: Annotated[
         tuple[pathlib.Path, pathlib.Path] | None,
@@ -52,7 +55,7 @@ def bench_command(
         raise typer.Exit(_compare(*compare, threshold, as_json))
     if commit:
         if rows.commit()[1]:
-            fail("the tree has changes that are not committed: its results are of no commit")
+            fail("--commit: got uncommitted changes, needs a clean git tree")
         output = where.clone() / "benchmarks" / "results"
     found = []
     try:
@@ -93,8 +96,8 @@ def _compare(old: pathlib.Path, new: pathlib.Path, threshold: float, as_json: bo
     if as_json:
         print_json([dataclasses.asdict(change) for change in changes])
     else:
-        print("new over old (95 % interval)")
+        print("time of new / time of old (95 % interval)")
         for change in changes:
             print(change)
-        print(f"{len(worse)} of {len(changes)} slower by more than {threshold:.0%} beyond doubt")
+        print(f"{len(worse)} of {len(changes)} significantly slower, by more than {threshold:.0%}")
     return 1 if worse else 0

@@ -33,7 +33,10 @@ def compare(old: Iterable[Row], new: Iterable[Row]) -> list[Change]:
     before = {row.key: row for row in old if _timed(row)}
     changes = [_change(before[row.key], row) for row in new if _timed(row) and row.key in before]
     if not changes:
-        raise ValueError("compare: no benchmark is in both, on one machine with as many threads")
+        raise ValueError(
+            "compare: got results without a common benchmark, needs one with the same "
+            "machine and threads"
+        )
     return sorted(changes, key=lambda change: -change.ratio)
 
 

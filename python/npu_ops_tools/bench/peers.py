@@ -27,7 +27,7 @@ def megatron(module: str, name: str):
     """
     if importlib.util.find_spec("megatron") is None:
         if not MEGATRON.is_dir():
-            raise Absent("megatron-core is not there; `make demo` fetches it")
+            raise Absent("megatron-core is not installed; `make demo` fetches it")
         sys.path.append(str(MEGATRON))
     try:
         return getattr(importlib.import_module(f"megatron.core.{module}"), name)
@@ -43,7 +43,7 @@ def fla_naive(name: str, op: str = "gated_delta_rule"):
     """
     path = FLA_OPS / op / "naive.py"
     if not path.exists():
-        raise Absent("not there; python tests/adapters/fetch_frameworks.py fla-core-0.6.0")
+        raise Absent("not fetched; run python tests/adapters/fetch_frameworks.py fla-core-0.6.0")
     spec = importlib.util.spec_from_file_location("fla_naive", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,4 +61,4 @@ def untimed(why: str) -> Callable[[], Callable]:
 
 ON_GPUS = untimed("its kernels run on GPUs alone; no benchmark calls them yet")
 ON_NPUS = untimed("its operators run on NPUs alone; no benchmark calls them yet")
-SGLANG = untimed("it wants packages of other versions than this environment's")
+SGLANG = untimed("it needs other package versions than this environment has")

@@ -74,7 +74,7 @@ def absent(sweep: Sweep, device: str) -> Iterator[Row]:
     for name, why in sweep.found()[1].items():
         yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
     for name, most in sweep.at_most.items():
-        why = f"takes minutes beyond {most} {sweep.unit}, or all memory; it is timed up to there"
+        why = f"beyond {most} {sweep.unit} it takes minutes or all memory; timed up to that size"
         yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
 
 

@@ -62,7 +62,7 @@ class CompileReport:
         if masks.STORE in self.unread_masks:
             found.append(masks.STORE)
         if not self.multi_buffer:
-            found.append("multi-buffering lost")
+            found.append("multi-buffering was lost")
         return found + [f"compiler gave up: {note}" for note in self.notes]
 
 

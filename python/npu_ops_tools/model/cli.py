@@ -13,7 +13,7 @@ from npu_ops_emulator import vendor
 from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 
 LEAST_US = 1.3  # shortest measured launch: CANN's fastest operator in measured.csv
-NOTE = "npu-model: predicted from the compiled kernel, not measured. How good: docs/npu-model.md"
+NOTE = "npu-model: predicted from the compiled kernel, not measured. Accuracy: docs/npu-model.md"
 
 
 def model_command(
@@ -26,7 +26,7 @@ def model_command(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Predict every case of the op.")] = False,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Number of tokens, instead of the case's own.")
+        int | None, typer.Option(min=1, help="Number of tokens; default: the case's own.")
     ] = None,
     soc: Annotated[str, typer.Option(help="An SoC of the family Ascend910B or Ascend910_93.")] = (
         vendor.SOCS[0]
@@ -195,7 +195,7 @@ def _print(found: Iterable) -> None:
         )  # fmt: skip
     Console(width=160).print(table)
     for kernel in sorted({each.kernel for each in found if each.assumed}):
-        print(f"{kernel}: taken as for lengths that are right, which its vectors check")
+        print(f"{kernel}: predicted for valid lengths, which the kernel checks with vectors")
 
 
 def _print_beside(found: dict[str, int]) -> None:
@@ -204,5 +204,5 @@ def _print_beside(found: dict[str, int]) -> None:
     if count:
         named = ", ".join(f"{operator} {times}" for operator, times in found.items())
         print(
-            f"beside them {count} launches of PyTorch, at least {count * LEAST_US:.1f} us: {named}"
+            f"in addition {count} launches of PyTorch, at least {count * LEAST_US:.1f} us: {named}"
         )

@@ -334,7 +334,7 @@ class Core:
         first, second, event = self._flag(operation)
         waiting = self.flags[first, second, event]
         if not waiting:
-            self.unknown["a flag that nobody set"] += 1
+            self.unknown["a flag that is never set"] += 1
             return
         self.hold(second, waiting.popleft())
 

@@ -111,7 +111,7 @@ def parse(text: str) -> Module:
     lines = iter([line.strip() for line in text.splitlines()])
     functions = [found for line in lines if (found := _function(line, lines))]
     if not functions:
-        raise ValueError("hivm: got no function of a device, needs one")
+        raise ValueError("hivm: got no device function, needs one")
     return Module(_maps(text), functions, _cores(text), _pointers(text))
 
 

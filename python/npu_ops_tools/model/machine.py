@@ -21,7 +21,7 @@ class Unknown(ValueError):
     def __init__(self, kernel: str, what: dict[str, int]):
         self.kernel, self.what = kernel, dict(what)
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(self.what.items()))
-        super().__init__(f"npu-model knows too little of {kernel}: {listed}")
+        super().__init__(f"npu-model cannot predict {kernel}, unknown: {listed}")
 
 
 @dataclasses.dataclass
@@ -180,7 +180,7 @@ def _interleave(cores: dict[str, Core], running: dict[str, Iterator]) -> None:
                     del running[name]
                     break
     for name in running:
-        cores[name].unknown["a flag of another core that is never set"] += 1
+        cores[name].unknown["a flag that another core never sets"] += 1
 
 
 def _granted(cores: dict[str, Core], name: str, wanted: tuple) -> bool:

@@ -29,7 +29,7 @@ def read(paths: Iterable[pathlib.Path]) -> dict:
         files = sorted(path.glob("**/*.csv")) if path.is_dir() else [path]
         known = [file for file in files if _read(file, found)]
         if not known:
-            raise ValueError(f"{path}: got no file of a benchmark, needs what npu-ops bench wrote")
+            raise ValueError(f"{path}: got another file, needs one that npu-ops bench wrote")
     return found
 
 

@@ -143,4 +143,7 @@ def lines(found: list[dict]) -> Iterator[str]:
             f"{row['op']}, {row['dtype']}, rows of {row['width']}, 2^{row['bits']} elements: "
             f"{row['implementation']} instead of {row['instead_of']}, {speedup:.2f} times as fast"
         )
-    yield f"{len(found)} classes, {len(changed(found))} of them by another implementation"
+    yield (
+        f"{len(found)} classes, {len(changed(found))} of them with another implementation "
+        "than before"
+    )

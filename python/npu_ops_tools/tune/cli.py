@@ -75,14 +75,16 @@ def _tune(
 
     soc, folder = _soc(device), preferences.cache()
     if folder is None:
-        raise FileNotFoundError("this user has no home to keep a table in; set XDG_CACHE_HOME")
+        raise FileNotFoundError("this user has no home folder for the table; set XDG_CACHE_HOME")
     results = tune.measure(
         device, tune.plan(device, *settings), modules, limit,
         lambda job, result: as_json or print(runs.line(job.name, result), flush=True),
     )  # fmt: skip
     rows = tune.rows(results)
     if not rows:
-        raise ValueError("nothing that was timed is right here; npu-ops verify says what is wrong")
+        raise ValueError(
+            "no timed implementation gives right results here; npu-ops verify says what is wrong"
+        )
     made = report.scrubbed(tune.table(soc, rows, child.environment(device)))
     written = [tune.write(made, place) for place in filter(None, (folder, export))]
     if as_json:
@@ -95,7 +97,7 @@ def _tune(
 def _show(device: str, export: pathlib.Path | None, as_json: bool) -> None:
     from npu_ops_tools import tune
 
-    found = {"soc": _soc(device), "made": "made some day"} | preferences.read(_path(device))
+    found = {"soc": _soc(device), "made": "date unknown"} | preferences.read(_path(device))
     written = export and tune.write(found, export)
     if as_json:
         print_json(found)
@@ -109,7 +111,7 @@ def _show(device: str, export: pathlib.Path | None, as_json: bool) -> None:
 def _remove(device: str) -> None:
     path = _path(device)
     if path.parent == preferences.PACKAGED:
-        raise ValueError(f"{path} came with the package; the user has no table to remove")
+        raise ValueError(f"{path} is part of the package; the user has no table to remove")
     path.unlink()
     print(f"removed: {path}")
 
@@ -125,5 +127,5 @@ def _soc(device: str) -> str:
     check_device(device)
     soc = preferences.soc_of(device)
     if soc is None:
-        raise ValueError(f"device: {device} does not say what it is, so no table can be its own")
+        raise ValueError(f"device: {device} reports no model name, so it cannot have its own table")
     return soc

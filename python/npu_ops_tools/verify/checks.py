@@ -158,7 +158,7 @@ def values(subject: Subject, results: dict, expected: dict) -> dict:
     """
     if results.keys() != expected.keys():
         names = ", ".join(sorted(results.keys() ^ expected.keys()))
-        return _verdict([f"{names}: written by one of implementation and reference alone"])
+        return _verdict([f"{names}: written by only one of implementation and reference"])
     wrong, used = [], {}
     for name, value in results.items():
         tolerance = cases.tolerance(subject.job.op, name, value, subject.job.torch_dtype)
@@ -257,9 +257,9 @@ def graphs(subject: Subject) -> dict:
     if not hasattr(backend, kinds.get(subject.device.type, "")):
         return {"verdict": NOT_HERE, "detail": f"{subject.device.type} has no graphs"}
     if is_emulated():  # tests/ops/test_graphs.py tests its graphs with every operator
-        return {"verdict": NOT_HERE, "detail": "not part of this on the emulated NPU"}
+        return {"verdict": NOT_HERE, "detail": "not checked on the emulated NPU"}
     if subject.job.implementation == "reference":
-        return {"verdict": NOT_HERE, "detail": "the reference may read on the host"}
+        return {"verdict": NOT_HERE, "detail": "the reference may read values on the host"}
     graph = getattr(backend, kinds[subject.device.type])()
     with subject.forced():
         static = subject.inputs(seed=0)

@@ -58,6 +58,6 @@ def lines(found: dict) -> Iterator[str]:
     for name, time in times:
         if time["apart"]:
             slower = "slower" if time["ratio"] > 1 else "faster"
-            yield f"{slower}: {name}: {time['ratio']:.2f} of the time before"
+            yield f"{slower}: {name}: {time['ratio']:.2f} times the old time"
     alike = sum(not time["apart"] for time in found["times"].values())
-    yield f"{alike} of {len(times)} times are as before, {len(found['newly wrong'])} newly wrong"
+    yield f"{alike} of {len(times)} times did not change, {len(found['newly wrong'])} newly wrong"

@@ -120,14 +120,15 @@ class _Memory:
             if touched.numel():
                 furthest = MARGIN - touched[0] if side == "before" else touched[-1] + 1
                 yield (
-                    f"{touched.numel()} bytes {side} {names} were written, as far as "
-                    f"{int(furthest)} bytes from it"
+                    f"{touched.numel()} bytes {side} {names} were overwritten, up to "
+                    f"{int(furthest)} bytes away"
                 )
         changed = (after[MARGIN : MARGIN + size] != self._before).to(torch.uint8)
         for x in self._written:
             _placed(changed, x, 0).zero_()
         if changed.any():
-            yield f"{int(changed.sum())} bytes in the memory of {names} that are not its to write"
+            count = int(changed.sum())
+            yield f"{count} bytes of the memory of {names} outside the outputs were overwritten"
 
     def copy_back(self) -> None:
         if self._written:

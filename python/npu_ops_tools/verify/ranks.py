@@ -120,7 +120,7 @@ def _split(device: torch.device):
     own, _ = npu_ops.causal_conv1d(x[:, part], weight, cp_group=distributed.group.WORLD)
     error = error_ratio(own.cpu(), whole[:, part].cpu())
     if not error < 1e-5:
-        yield f"causal_conv1d over {RANKS} ranks: error ratio {error:.2g} to one rank"
+        yield f"causal_conv1d over {RANKS} ranks: error ratio {error:.2g} against one rank"
 
 
 def _alike(device: torch.device):
@@ -138,7 +138,7 @@ def _alike(device: torch.device):
         both = [torch.empty_like(mine.to(device)) for _ in range(RANKS)]
         distributed.all_gather(both, mine.to(device))
         if len({int(x) for x in both}) > 1:
-            yield f"{op}: other results than on the other rank"
+            yield f"{op}: results differ from the other rank"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def read(path: pathlib.Path) -> dict:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: got no JSON ({error}), needs a verify.json") from None
     if not isinstance(found, dict) or not {"format", "environment", "results"} <= found.keys():
-        raise ValueError(f"{path}: got something else, needs what npu-ops verify wrote")
+        raise ValueError(f"{path}: got another file, needs one that npu-ops verify wrote")
     return found
 
 

@@ -56,7 +56,7 @@ class Journal:
         if begun is None:
             self._write(key)
         for name in begun or ():
-            why = "ended: verify, or the machine, stopped while it ran"
+            why = "interrupted: verify or the machine stopped during this check"
             self.finish(name, {"verdict": "wrong", "why": why, "ended": "stopped", "seconds": 0.0})
 
     def _read(self, key: str) -> set[str] | None:
@@ -202,7 +202,7 @@ class _Run:
         count = ranks.RANKS if kind == "cpu" else machine.get(f"{kind} devices") or 0
         about = {"kind": "ranks", "name": name}
         if count < ranks.RANKS:
-            why = f"there is {count} {kind} device"
+            why = f"needs two {kind} devices, got {count}"
             return about | {"verdict": "declined", "why": why, "seconds": 0.0}
         modules, limit = list(self._options.modules), self._limit
 
@@ -216,7 +216,7 @@ class _Run:
         job = jobs.Job(jobs.MICROBENCHMARKS, "", "", "", "")
         about = {"kind": job.kind, "name": job.name}
         if self._device != "npu":
-            why = f"npu-ops model is of an NPU, and there are no times of one here ({self._device})"
+            why = f"npu-ops model predicts NPUs, and {self._device} has no times of an NPU"
             return about | {"verdict": "declined", "why": why, "seconds": 0.0}
         mine = worker.Worker(self._options.device, list(self._options.modules), self._variables)
         try:

@@ -53,7 +53,7 @@ class Worker:
         if answer is None:
             said = self._last_words()
             self.stop()
-            raise NoWorker(f"the process that checks does not start: {said}")
+            raise NoWorker(f"the worker process does not start: {said}")
         self.environment = json.loads(answer)["ready"]
 
     def do(self, job: Job, limit: float) -> dict:
@@ -74,7 +74,7 @@ class Worker:
                 at = said["at"]
         except queue.Empty:
             self.stop()
-            return _wrong("hung", f"no answer in {limit:.0f} s, in {at}", limit)
+            return _wrong("hung", f"no answer in {limit:.0f} s, during {at}", limit)
         except BrokenPipeError:
             return self._died(at, time.monotonic() - start)
 
@@ -82,12 +82,12 @@ class Worker:
         status, words = self._process.wait(), self._last_words()
         self.stop()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return _wrong("crashed", f"the process died of {how} in {at}: {words}", seconds)
+        return _wrong("crashed", f"the process died of {how} during {at}: {words}", seconds)
 
     def _last_words(self) -> str:
         self._said.seek(0)
         lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
-        return " / ".join(lines[-3:]) or "it said nothing"
+        return " / ".join(lines[-3:]) or "no output"
 
     def stop(self) -> None:
         """End the process and its children."""

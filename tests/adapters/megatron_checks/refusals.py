@@ -19,7 +19,8 @@ def gated_delta_net_is_not_half_replaced():
     with env.override(disable=frozenset({"l2norm"})):
         found = states(npu_ops_adapters.apply())
     assert found[f"{gdn().__name__}:HAVE_FLA", "gated_delta_net"] == (
-        "refused: it cannot be made: ValueError: l2norm: got None, needs ours or fla's"
+        "refused: npu-ops cannot create the replacement: ValueError: l2norm: got None, "
+        "needs the function of npu-ops or fla"
     )
     try:
         megatron_cpu.hybrid(deterministic_mode=False)

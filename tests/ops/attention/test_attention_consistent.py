@@ -173,4 +173,6 @@ def test_small_blocks_of_a_cache_are_declined_by_name():
     with as_if_on("npu"):
         found = explain(npu_ops.attention, x, cache, cache, seqlens_k=lengths, block_table=table)
     reason = next(v.why_not for v in found if v.implementation == "triton_ascend")
-    assert reason == "blocks of 16 keys are not a multiple of 64, for NPU_OPS_CONSISTENT"
+    assert reason == (
+        "blocks of 16 keys are not a multiple of 64 keys, which NPU_OPS_CONSISTENT needs"
+    )

@@ -105,9 +105,9 @@ def test_plan(fields, expected):
         ({"mask": True}, FIA, "past key 512 (vllm-ascend #15503)"),
         (VISION, FA, "pass cu_seqlens_cpu"),
         (TRAIN | {"bias": True}, FA, "multiplies a bias by the scale"),
-        (TRAIN | {"dropout": True}, FA, "draws a mask of its own"),
+        (TRAIN | {"dropout": True}, FA, "draws its own dropout mask"),
         (TRAIN | {"deterministic": True}, FA, "adds in any order"),
-        (TRAIN | {"softcap": True}, FA, "has no softcap"),
+        (TRAIN | {"softcap": True}, FA, "does not support softcap"),
         (TRAIN | {"graph_capture": True}, FA, "a graph cannot capture it"),
         (TRAIN | {"heads": 512}, FA, "512 heads are above 256"),
         (TRAIN | {"head_dim": 640}, FA, "head dimension 640 is above 512"),
@@ -125,8 +125,8 @@ def test_plan_says_why_not(fields, name, sentence):
 
 def test_a_plan_reads_as_a_paragraph():
     assert str(chosen(**VISION, **HOST, **TRAIN)) == (
-        "npu_fusion_attention runs it, layout TND; without a mask: every key takes part; keys' "
-        "lengths as a list of cumulative ends, the leading zero dropped; heads padded to 80. "
+        "npu_fusion_attention runs the call, layout TND; without a mask: every key takes part; "
+        "key lengths as a list of cumulative ends without the leading zero; heads padded to 80. "
         "Not npu_fused_infer_attention_score_v2: it has no backward. "
         "Not npu_fused_infer_attention_score: it has no backward."
     )
@@ -227,7 +227,7 @@ def test_a_call_is_planned_for_the_chip_it_is_on():
     call = {"seqlens_k": torch.tensor([20]), "block_table": torch.tensor([[0, 1]]).int()}
     for soc, why_not in (
         ("Ascend910B3", None),
-        ("Ascend950PR_9579", "blocks of 16 keys are not a multiple of 32"),
+        ("Ascend950PR_9579", "blocks of 16 keys are not a multiple of 32 keys"),
     ):
         with hardware.as_if_soc(soc):
             q_, k_, v_, extra, rule = npu_ops.ops.attention._prepare(q, cache, cache, **call)
@@ -251,7 +251,11 @@ def test_explain_says_what_the_plan_says(device):
     rows = npu_ops.explain("attention", q, k, v, softcap=3.0)
     first = rows[0]
     assert first.implementation == "aclnn"
-    said = "has no softcap" if device == "npu" else f"tensors are on {device}, it runs on npu"
+    said = (
+        "does not support softcap"
+        if device == "npu"
+        else f"tensors are on {device}, it runs on npu"
+    )
     assert said in first.why_not
 
 

@@ -44,13 +44,13 @@ def test_what_it_declines(monkeypatch):
     for case in CASES:
         why_not = declined(case, monkeypatch)
         if case.chunk == 1:
-            assert why_not == "the vendor's operator goes by chunks, not token by token"
+            assert why_not == "the vendor's operator computes by chunks, not token by token"
         elif case.state != "none":
             assert why_not.startswith("states are float32")
         elif case.sequences:
-            assert why_not.startswith("the vendor's operator takes no tokens behind")
+            assert why_not.startswith("the vendor's operator takes no tokens after")
         elif max(case.keys, case.values) > 128 or max(case.heads, case.value_heads) > 64:
-            assert why_not == "the vendor's operator has at most 64 heads of 128"
+            assert why_not == "the vendor's operator takes at most 64 heads of 128 elements"
         else:
             assert why_not is None
     assert "takes bfloat16" in declined(CASES[0], monkeypatch, torch.float16)

@@ -214,7 +214,7 @@ def test_growth_is_said_once(caplog):
         delta_rule(**inputs)
         delta_rule(**inputs)
     (record,) = caplog.records
-    assert record.message.startswith("chunk_gated_delta_rule: a g is above 0")
+    assert record.message.startswith("chunk_gated_delta_rule: g has values above 0")
     compare(inputs, "cpu", "cpu")
 
 

@@ -64,9 +64,14 @@ def test_what_it_takes(section, layout, head_dim, monkeypatch):
 @pytest.mark.parametrize(
     "section, head_dim, changes, said",
     [
-        ([11, 11, 10], 64, {}, "mrope_section is [11, 11, 10], the vendor's has [16, 24, 24]"),
+        (
+            [11, 11, 10],
+            64,
+            {},
+            "mrope_section is [11, 11, 10], the vendor's operator takes [16, 24, 24]",
+        ),
         ([24, 20, 20], 136, {}, "multiples of 32"),
-        ([24, 20, 20], 128, {"k": None}, "rotates q and k, and never back"),
+        ([24, 20, 20], 128, {"k": None}, "rotates q and k, and has no inverse"),
         ([24, 20, 20], 128, {"cos_sin_cache": torch.zeros(50, 128)}, "takes one dtype"),
     ],
 )

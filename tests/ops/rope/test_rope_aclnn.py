@@ -73,7 +73,7 @@ def test_in_place_and_without_k(device):
     [
         ("qwen3-vl-8b-tp1-t64", torch.float32, {}, None),
         ("head-96-half-half-table", torch.bfloat16, {}, None),
-        ("head-96-interleaved-half-table", torch.bfloat16, {}, "the tables are of each sequence"),
+        ("head-96-interleaved-half-table", torch.bfloat16, {}, "cos and sin differ by sequence"),
         ("qwen3-vl-8b-tp1-t64", torch.float64, {}, "it has no float64 kernel"),
     ],
 )

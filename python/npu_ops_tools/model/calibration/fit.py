@@ -178,8 +178,11 @@ def lines(found: Fit) -> Iterator[str]:
     for name, now in found.now.items():
         unit, scale = _UNITS.get(name, ("us", 1.0))
         was = found.was[name]
-        yield f"  {name:8} {was * scale:9.4g} -> {now * scale:9.4g} {unit}, {now / was:.2f} times"
-    yield "measured over predicted, with the constants before and after:"
+        yield (
+            f"  {name:8} {was * scale:9.4g} -> {now * scale:9.4g} {unit}, {now / was:.2f} "
+            "times as large"
+        )
+    yield "measured time / predicted time, with the old and the new constants:"
     for group, (before, after) in found.off.items():
-        fitted = "" if group in FITTED_ON else "  (the vendor's tables: not fitted)"
+        fitted = "" if group in FITTED_ON else "  (from the vendor's tables, not fitted)"
         yield f"  {group:18} {before:5.2f} {after:5.2f}{fitted}"
