@@ -93,9 +93,14 @@ def _install(version: str, *packages: str) -> None:
 
 
 def _build(version: str, *into: str) -> None:
-    """Install vLLM from its source, without native code."""
+    """Install vLLM from its source, without native code.
+
+    Its server in Rust is optional, and would take minutes.
+    """
     path = os.pathsep.join(filter(None, (str(BUILDS), os.environ.get("PYTHONPATH"))))
-    settings = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    settings = {
+        "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version, "CARGO": "false"
+    }  # fmt: skip
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         + ["--no-deps", "--no-build-isolation", "--no-binary=vllm", *into, f"vllm=={version}"],
