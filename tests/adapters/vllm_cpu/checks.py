@@ -256,6 +256,17 @@ def a_prefill_stands_beside_drafted_tokens():
     compare(SLOTS, step, DECODE + PREFILL)
 
 
+@check
+@only("0.23.0")
+def the_end_of_a_prompt_may_be_verified_like_drafts():
+    """vllm-ascend's builder does so beside drafts if there are as many tokens. It then names the
+    slot behind them, which a prefill has not written: npu-ops computes the same as vllm-ascend.
+    """
+    step = metadata([3, 3], [9, 10], SLOTS, accepted=[2, 0])
+    assert step.num_prefills == 0 and step.num_accepted_tokens.tolist() == [2, 3]
+    compare(SLOTS, step, DECODE)
+
+
 def start():
     """Start like a process of vLLM, up to importing the models' modules."""
     stand_ins.install()
