@@ -51,6 +51,9 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 	$(BIN)/python tests/adapters/fetch_vllm.py
 	@touch $@
 
+.cache/vllm/0.23.0: .cache/vllm/ready
+	$(BIN)/python tests/adapters/fetch_vllm.py 0.23.0
+
 demo: $(VENV)/ready .cache/megatron/0.16.1
 	$(BIN)/npu-ops demo --output report
 
@@ -85,7 +88,7 @@ test: $(VENV)/ready
 # SGL_KERNEL_NPU: a clone of sgl-kernel-npu, whose own tests then run on the emulated NPU.
 # VLLM_ASCEND: a clone of vllm-ascend, likewise.
 # PTO: a clone of PTO-ISA, with whose simulator the twin's instructions are compared.
-test-all: check fetch
+test-all: check fetch .cache/vllm/0.23.0
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops

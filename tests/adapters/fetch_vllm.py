@@ -1,10 +1,14 @@
 """Make .cache/vllm: vLLM's and vllm-ascend's Python, and the packages they need on a CPU.
 
-python tests/adapters/fetch_vllm.py
+python tests/adapters/fetch_vllm.py           for vLLM 0.18.0, and the source of vllm-ascend 0.23.0
+python tests/adapters/fetch_vllm.py 0.23.0    also vLLM 0.23.0
 
 vLLM's wheel has 0.4 GB of CUDA code. Its source installs without native code, as vllm-ascend's
 instructions describe. torch is the environment's. torchvision's binary does not load with it; its
 Python works, after two operators are declared.
+
+The folder of 0.23.0 has only the packages of another version than in the folders of 0.18.0, which
+follow it on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,62 +23,87 @@ from fetch_sglang import DECLARED
 
 FOLDER = fetching.CACHE / "vllm"
 VERSION = "0.18.0"
-READ = "0.23.0"
-BUILDS = FOLDER / "setuptools-scm-8.3.1"  # vLLM's setup.py needs it
+LATER = "0.23.0"
+VERSIONS = (VERSION, LATER)
+BUILDS = FOLDER / "builds"  # vLLM's setup.py needs them
 HERE = pathlib.Path(__file__).parent
 REQUIREMENTS = HERE / "vllm_cpu" / "requirements.txt"
+CHANGED = HERE / "vllm_cpu" / f"requirements-{LATER}.txt"
 ENGINE = HERE / "vllm_npu" / "requirements.txt"
 SERVER = HERE / "vllm_server" / "requirements.txt"
+SCRIPT = "tests/adapters/fetch_vllm.py"
 
 
-def tree() -> pathlib.Path:
-    """Return the folder for PYTHONPATH. Raises FileNotFoundError if it was not made."""
-    return fetching.tree(FOLDER / VERSION, "tests/adapters/fetch_vllm.py")
+def folder(name: str) -> pathlib.Path:
+    """Return a folder of .cache/vllm. Raises FileNotFoundError if it was not made."""
+    return fetching.tree(FOLDER / name, f"{SCRIPT} {LATER if name == LATER else ''}".strip())
 
 
-def engine() -> pathlib.Path:
-    """Return the folder that precedes `tree` on PYTHONPATH for vLLM's engine."""
-    return fetching.tree(FOLDER / f"engine-{VERSION}", "tests/adapters/fetch_vllm.py")
+def modules(version: str = VERSION) -> list[pathlib.Path]:
+    """Return the folders for PYTHONPATH of vLLM's and vllm-ascend's modules, in their order."""
+    if version == VERSION:
+        return [folder(VERSION)]
+    return [folder(LATER), ascend(), folder(f"server-{VERSION}"), *engine()]
+
+
+def engine(version: str = VERSION) -> list[pathlib.Path]:
+    """Return the folders for PYTHONPATH of vLLM's engine."""
+    if version == VERSION:
+        return [folder(f"engine-{VERSION}"), *modules()]
+    return modules(version)
 
 
 def server() -> list[pathlib.Path]:
     """Return the folders for PYTHONPATH of verl and the vLLM that it starts, in their order."""
-    packages = fetching.tree(FOLDER / f"server-{VERSION}", "tests/adapters/fetch_vllm.py")
-    return [SERVER.parent, packages, engine(), tree()]
+    return [SERVER.parent, folder(f"server-{VERSION}"), *engine()]
 
 
 def ascend() -> pathlib.Path:
-    """Return a later vllm-ascend, whose sources tests read; to run it would need another vLLM."""
-    return fetching.tree(FOLDER / f"ascend-{READ}", "tests/adapters/fetch_vllm.py")
+    """Return the folder of vllm-ascend 0.23.0, without the vLLM that it needs."""
+    return folder(f"ascend-{LATER}")
 
 
 def fetch() -> None:
-    """Download everything, unless the folders exist."""
-    fetching.install(FOLDER / f"ascend-{READ}", f"vllm-ascend=={READ}")
-    fetching.install(BUILDS, "setuptools-scm==8.3.1")
+    """Download 0.18.0 and the source of vllm-ascend 0.23.0, unless the folders exist."""
+    fetching.install(FOLDER / f"ascend-{LATER}", f"vllm-ascend=={LATER}")
     for name, requirements in {"engine": ENGINE, "server": SERVER}.items():
-        folder = FOLDER / f"{name}-{VERSION}"
-        fetching.install(folder, "--no-compile", "--requirement", str(requirements))
-    if (FOLDER / VERSION).exists():
+        fetching.install(
+            FOLDER / f"{name}-{VERSION}", "--no-compile", "--requirement", str(requirements)
+        )
+    _install(VERSION, f"vllm-ascend=={VERSION}", "--requirement", str(REQUIREMENTS))
+
+
+def fetch_later() -> None:
+    """Download vLLM 0.23.0, unless the folder exists."""
+    _install(LATER, "--requirement", str(CHANGED))
+
+
+def _install(version: str, *packages: str) -> None:
+    """Install vLLM and other packages (pip's arguments) into a folder, unless it exists."""
+    if (FOLDER / version).exists():
         return
     print("0.2 GB, a minute", flush=True)
-    with fetching.whole(FOLDER / VERSION) as partial:
+    fetching.install(BUILDS, "setuptools-scm==8.3.1", "setuptools-rust==1.13.0", "semantic_version")
+    with fetching.whole(FOLDER / version) as partial:
         into = ("--no-compile", "--target", str(partial))
-        fetching.pip(
-            "install", *into, f"vllm-ascend=={VERSION}", "--requirement", str(REQUIREMENTS)
-        )
-        _build(*into)
+        fetching.pip("install", *into, *packages)
+        _build(version, *into)
         with open(partial / "torchvision" / "extension.py", "a") as extension:
             extension.write(DECLARED)
 
 
-def _build(*into: str) -> None:
-    """Install vLLM from its source, without native code."""
+def _build(version: str, *into: str) -> None:
+    """Install vLLM from its source, without native code.
+
+    Its server in Rust is optional, and would take minutes.
+    """
     path = os.pathsep.join(filter(None, (str(BUILDS), os.environ.get("PYTHONPATH"))))
-    settings = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION}
+    settings = {
+        "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version, "CARGO": "false"
+    }  # fmt: skip
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        + ["--no-deps", "--no-build-isolation", "--no-binary=vllm", *into, f"vllm=={VERSION}"],
+        + ["--no-deps", "--no-build-isolation", "--no-binary=vllm", *into, f"vllm=={version}"],
         env=os.environ | {"PYTHONPATH": path} | settings,
         check=True,
     )
@@ -82,3 +111,5 @@ def _build(*into: str) -> None:
 
 if __name__ == "__main__":
     fetch()
+    if LATER in sys.argv[1:]:
+        fetch_later()

@@ -4,6 +4,7 @@ see vllm_cpu/."""
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 from npu_ops_adapters import vllm
 from npu_ops_adapters.vllm import attention, gated_delta_net, qk_norm_rope
 from processes import environment
-from vllm_cpu import checks, functions, rotary
+from vllm_cpu import checks, functions, rotary, versions
 
 import npu_ops
 from npu_ops.core import env
@@ -33,30 +34,40 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
-NAMES = [function.__name__ for function in (*checks.CHECKS, *functions.CHECKS, *rotary.CHECKS)]
+CHECKS = (*checks.CHECKS, *functions.CHECKS, *rotary.CHECKS)
 
 
-@pytest.fixture(scope="module")
-def errors():
-    """Return the error of each check, None if it passed."""
-    done = subprocess.run(
+@functools.cache
+def ran(version):
+    """Run the checks of a version, also if they fail, once."""
+    return subprocess.run(
         [sys.executable, "-m", "vllm_cpu.checks"],
-        env=environment(fetch_vllm.tree(), HERE, HERE.parent, **SETTINGS),
+        env=environment(*fetch_vllm.modules(version), HERE, HERE.parent, **SETTINGS),
         capture_output=True, text=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "version, name",
+    [
+        pytest.param(version, check.__name__, marks=pytest.mark.slow if later else ())
+        for later, version in enumerate(fetch_vllm.VERSIONS)
+        for check in CHECKS
+        if versions.has(check, version)
+    ],
+)
+def test_ours_beside_vllm_ascend_s(version, name):
+    done = ran(version)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ours_beside_vllm_ascend_s(errors, name):
+    errors = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
     assert errors[name] is None, f"{name}:\n{errors[name]}"
 
 
 @pytest.mark.slow
-def test_the_core_of_a_layer_on_the_emulated_npu():
+@pytest.mark.parametrize("version", fetch_vllm.VERSIONS)
+def test_the_core_of_a_layer_on_the_emulated_npu(version):
     """Uses vLLM's metadata, the real torch_npu, and kernels that the vendor compiled."""
-    path = environment(fetch_vllm.tree(), HERE, HERE.parent, OMP_NUM_THREADS="1")
+    path = environment(*fetch_vllm.modules(version), HERE, HERE.parent, OMP_NUM_THREADS="1")
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python", "-m", "vllm_cpu.on_npu"],
         env=path | {"VLLM_PLUGINS": "none"}, capture_output=True, text=True,
@@ -107,7 +118,7 @@ def definition(folder: pathlib.Path, target: str) -> tuple[ast.FunctionDef, str]
 
 
 def test_the_patches_know_the_source_of_0_23_0(monkeypatch):
-    """Only the source is read: to run it would need another vLLM."""
+    """Only the source is read, in a moment; slow tests run it."""
     known = set()
     worker = types.ModuleType(f"{qk_norm_rope.WORKER}.patch_qwen3vl")
     worker.Qwen3_VisionTransformer = object  # in 0.18.0 the tower is vLLM's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import fetch_vllm
 import pytest
 import vllm_process
 from checkpoints import in_dtype
@@ -12,7 +13,7 @@ from sglang_cpu.tiny import HYBRID, PICTURE, PICTURED
 from sglang_process import calls
 from vllm_npu.rollout import MORE
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.slow
 GEMMA_NORMS = {"rms_norm", "add_rms_norm"}
 GATED_DELTA_NET = {
     *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated"),
@@ -27,36 +28,48 @@ OPS = {
 }
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(version, marks=pytest.mark.xdist_group(f"vllm {version}"))
+        for version in fetch_vllm.VERSIONS
+    ],
+)
+def version(request):
+    """The version of vLLM and of vllm-ascend."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(version, tmp_path_factory):
     """A folder of models, made with transformers unpatched."""
     folder = tmp_path_factory.mktemp("tiny")
-    vllm_process.run("pictures", folder, NPU_OPS_DISABLE="all")
-    vllm_process.run("tiny", folder, in_vllm=False, NPU_OPS_DISABLE="all")
+    vllm_process.run("pictures", folder, version=version, NPU_OPS_DISABLE="all")
+    vllm_process.run("tiny", folder, *OPS, version=None, NPU_OPS_DISABLE="all")
     return folder
 
 
-def served(folder, *settings, **variables):
+def served(version, folder, *settings, **variables):
     """Check that the engine's tokens are transformers'; return its other rows, and
     all its output."""
-    rows, said = vllm_process.run(
-        "engine", folder, *settings, command=vllm_process.EMULATED, NPU_OPS_LOG="calls", **variables
-    )
+    told = {"version": version, "command": vllm_process.EMULATED, "NPU_OPS_LOG": "calls"}
+    rows, said = vllm_process.run("engine", folder, *settings, **told, **variables)
     expected = json.loads((folder / "expected.json").read_text())
     right = [[prompt, following] for prompt, (_, following) in expected.items()]
     for how in ("alone", "together"):
         assert [row for served_how, *row in rows if served_how == how] == right, how
+    assert "vllm-ascend's own" not in said  # no fallback
+    assert ": refused: " not in said  # every patch knows this version
     return rows[len(right) * 2 :], said
 
 
 @pytest.mark.parametrize("model", OPS)
-def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
+def test_the_engine_generates_what_transformers_does_by_our_operators(version, tiny, model):
     """Chunked prefill, decoding, and both in one step, by vllm-ascend's worker and model runner."""
-    _, said = served(tiny / model)
+    _, said = served(version, tiny / model)
     found = calls(said)
     assert {op for op, _ in found} == OPS[model], found
     assert {implementation for _, implementation in found} <= {"triton_ascend", "aclnn"}, found
-    assert "vllm-ascend's own" not in said  # no fallback
 
 
 # vllm-ascend's fusions register with the vendor's compiler, which needs CANN's graph engine.
@@ -95,19 +108,18 @@ def captured(said: str) -> str:
 
 @pytest.mark.parametrize("model", OPS)
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
-def test_graphs_generate_the_same(tiny, model, mode):
+def test_graphs_generate_the_same(version, tiny, model, mode):
     """Compiled models, with padding: one token in a graph of two rows, three in one of four.
 
     For a graph of a whole step vllm-ascend passes attention its lengths while the graph runs. With
     piecewise graphs attention and the core of Gated Delta Net stay outside.
     """
-    rows, said = served(tiny / model, *in_graphs(mode, 2, 4))
+    rows, said = served(version, tiny / model, *in_graphs(mode, 2, 4))
     outside = DECODING - {"rms_norm_gated"} if mode == "PIECEWISE" else set()
     found = calls(captured(said))
     assert {op for op, _ in found} == OF_A_STEP[model] - outside, found
     graphs = replayed(rows)
     assert graphs[2, 1] >= 10 and graphs[4, 4 if model == "qwen3vl" else 3] >= 1, graphs
-    assert "vllm-ascend's own" not in said
 
 
 DRAFTS = {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -115,17 +127,17 @@ WITH_DRAFTS = f"speculative_config={json.dumps({'method': 'ngram'} | DRAFTS)}"
 VERIFIED = re.compile(r"gated_delta_rule_update\(.*int32\[\d+, 3\]@npu")  # slots for two drafts
 
 
-def test_drafts_are_verified(tiny):
+def test_drafts_are_verified(version, tiny):
     """vLLM drafts tokens that it finds in the prompt; states of rejected ones are discarded."""
-    _, said = served(tiny / "qwen3next", WITH_DRAFTS)
-    assert VERIFIED.search(said) and "vllm-ascend's own" not in said
+    _, said = served(version, tiny / "qwen3next", WITH_DRAFTS)
+    assert VERIFIED.search(said)
 
 
-def test_drafts_are_verified_in_graphs(tiny):
+def test_drafts_are_verified_in_graphs(version, tiny):
     """Graphs run steps in which each sequence has two drafts; other steps run without."""
     settings = (WITH_DRAFTS, *in_graphs("FULL_DECODE_ONLY", 3, 12))
-    rows, said = served(tiny / "qwen3next", *settings)
-    assert VERIFIED.search(captured(said)) and "vllm-ascend's own" not in said
+    rows, said = served(version, tiny / "qwen3next", *settings)
+    assert VERIFIED.search(captured(said))
     assert replayed(rows)[3, 3] > 0
 
 
@@ -145,13 +157,15 @@ WAYS = {
         ("qwen3next", "drafts"),
     ],
 )
-def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, way):
+def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(
+    version, tiny, tmp_path, model, way
+):
     """Covers sampled tokens, chunked and batched prompts, cached prefixes, and drafts."""
     folder, mode = in_dtype(tiny / model, "bfloat16", tmp_path), {"NPU_OPS_CONSISTENT": "1"}
     told = {"command": vllm_process.EMULATED} | mode | {"VLLM_ASCEND_ENABLE_NZ": "0"}
-    rows, said = vllm_process.run(
-        "rollout", folder, 'dtype="bfloat16"', *WAYS[way], NPU_OPS_LOG="calls", **told
-    )
+    asked = (folder, 'dtype="bfloat16"', *WAYS[way])
+    rows, said = vllm_process.run("rollout", *asked, version=version, NPU_OPS_LOG="calls", **told)
+    assert ": refused: " not in said
     served = [row for what, *row in rows if what == "served"]
     (tmp_path / "served.json").write_text(json.dumps(served))
     if way in ("FULL_DECODE_ONLY", "PIECEWISE"):
@@ -159,7 +173,7 @@ def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path,
         assert "linear" in found and ("attention" in found) == (way == "FULL_DECODE_ONLY"), found
         assert any(size > tokens for size, tokens in replayed(rows))  # some with padding
     compared, _ = vllm_process.run(
-        "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
+        "rollout", folder, "bfloat16", tmp_path / "served.json", version=None, **told
     )
     pictures = [row for row in compared if row[1] in (len(PICTURE), len(PICTURE + MORE))]
     text = [row for row in compared if row not in pictures]

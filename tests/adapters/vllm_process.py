@@ -21,15 +21,15 @@ SETTINGS = {
 EMULATED = (sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python")
 
 
-def run(module: str, *arguments, command=(sys.executable,), in_vllm=True, **changes):
+def run(module: str, *arguments, version: str | None, command=(sys.executable,), **changes):
     """Return the lines of JSON that the module prints, and all its output.
 
-    in_vllm: run with vLLM and the transformers that it needs, else in this environment.
+    version: run with this vLLM and the transformers that it needs; None: in this environment.
 
     Raises:
         RuntimeError: it failed; the message is the end of its output.
     """
-    folders = (fetch_vllm.engine(), fetch_vllm.tree()) if in_vllm else ()
+    folders = fetch_vllm.engine(version) if version else ()
     done = subprocess.run(
         [*command, "-m", f"vllm_npu.{module}", *map(str, arguments)],
         env=environment(*folders, HERE, HERE.parent, **SETTINGS | changes),

@@ -7,6 +7,7 @@ layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import npu_ops
@@ -14,15 +15,19 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device, padded, tokens_of_sequences
 from npu_ops_adapters.vllm import functions
 
+MODULE = f"{functions.TRITON}.mamba.causal_conv1d"
+
 
 def patches() -> Iterable[Patch]:
-    """Patch `causal_conv1d_fn`."""
-    yield functions.replaced(
-        f"{functions.TRITON}.mamba.causal_conv1d:causal_conv1d_fn",
-        "causal_conv1d",
-        ours,
-        "a loop of PyTorch over the sequences, whose lengths it copies to the host",
-    )
+    """Patch `causal_conv1d_fn`, unless the imported module is a later version's, which has none."""
+    module = sys.modules.get(MODULE)
+    if module is None or hasattr(module, "causal_conv1d_fn"):
+        yield functions.replaced(
+            f"{MODULE}:causal_conv1d_fn",
+            "causal_conv1d",
+            ours,
+            "a loop of PyTorch over the sequences, whose lengths it copies to the host",
+        )
 
 
 def ours(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 
 import torch
+
+from vllm_cpu.versions import OLDER
 
 HEADS, VALUE_HEADS, DIM, WIDTH, DRAFTED = 2, 4, 32, 4, 2
 CHANNELS = (2 * HEADS + VALUE_HEADS) * DIM
@@ -48,16 +51,21 @@ def layer(cls, pools: Pools):
         key_dim=HEADS * DIM, value_dim=VALUE_HEADS * DIM,
         conv1d=types.SimpleNamespace(weight=weight, bias=None),
         A_log=rows(VALUE_HEADS, seed=4).to(device), dt_bias=rows(VALUE_HEADS, seed=5).to(device),
-        kv_cache=[(pools.conv, pools.states)],
+        kv_cache=[(pools.conv, pools.states)] if OLDER else (pools.conv, pools.states),
     )  # fmt: skip
     return made
 
 
 def builder(drafts: bool = False, graph: bool = False):
-    """Return vLLM's builder of this layer's metadata, patched by vllm-ascend."""
+    """Return vLLM's builder of this layer's metadata, or vllm-ascend's where that is imported.
+
+    vllm-ascend 0.18.0 patches vLLM's, 0.23.0 has its own.
+    """
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
     from vllm.v1.kv_cache_interface import MambaSpec
 
+    ascend = sys.modules.get("vllm_ascend.ops.gdn_attn_builder")
+    made = getattr(ascend, "AscendGDNAttentionMetadataBuilder", GDNAttentionMetadataBuilder)
     space = types.SimpleNamespace
     config = space(
         compilation_config=space(
@@ -70,36 +78,40 @@ def builder(drafts: bool = False, graph: bool = False):
         cache_config=space(mamba_cache_mode="none"),
         parallel_config=space(decode_context_parallel_size=1, tensor_parallel_size=1),
         model_config=space(hf_text_config=space(linear_num_value_heads=VALUE_HEADS)),
+        additional_config={},
     )
     spec = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float16,))
-    return GDNAttentionMetadataBuilder(spec, [PREFIX], config, torch.device("cpu"))
+    return made(spec, [PREFIX], config, torch.device("cpu"))
 
 
-def metadata(lengths, seen, slots, *, tokens=None, accepted=None, graph=False):
+def metadata(lengths, seen, slots, *, tokens=None, accepted=None, graph=False, by=None):
     """Return the metadata of a step. lengths: new tokens of each sequence. seen: tokens before
     them.
 
     slots: one per sequence, or with drafted tokens a row of DRAFTED + 1.
     tokens: their number with a graph's padding.
     accepted: numbers from the last step; 0 for a sequence without drafts.
+    by: a builder, whose buffers a graph reads; the default is a new one.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     table = torch.tensor(slots, dtype=torch.int32)
     table = table[:, None] if table.dim() == 1 else table
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    ends = torch.tensor([m + n for m, n in zip(lengths, seen, strict=True)])
+    prompts = torch.tensor([n > 1 for n in lengths]) & ~torch.tensor(accepted or [0]).bool()
+    since_0_23 = {} if OLDER else {"is_prefilling": prompts, "seq_lens_cpu_upper_bound": ends}
     common = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts.clone(),
-        seq_lens=torch.tensor([m + n for m, n in zip(lengths, seen, strict=True)]),
+        query_start_loc=starts, query_start_loc_cpu=starts.clone(), seq_lens=ends, **since_0_23,
         num_reqs=len(lengths), num_actual_tokens=tokens or sum(lengths),
         max_query_len=max(lengths), max_seq_len=512, block_table_tensor=table,
         slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64),
     )  # fmt: skip
     if accepted is None:
-        return builder(graph=graph).build(0, common)
+        return (by or builder(graph=graph)).build(0, common)
     drafting = torch.tensor([n - 1 if m else -1 for n, m in zip(lengths, accepted, strict=True)])
     counts = torch.tensor(accepted, dtype=torch.int32).clamp(min=1)
-    return builder(True, graph).build(0, common, counts, drafting.int())
+    return (by or builder(True, graph)).build(0, common, counts, drafting.int())
 
 
 def run(core, cls, pools: Pools, step, device="cpu", skip=0):

@@ -12,9 +12,10 @@ import types
 
 import torch
 
-from vllm_cpu.checks import WORKER, Calls, close
+from vllm_cpu.checks import Calls, close
 from vllm_cpu.functions import raised
 from vllm_cpu.layers import rows
+from vllm_cpu.versions import WORKER
 
 HOME = "vllm_ascend.ops.rotary_embedding"
 LAYERS = "vllm.model_executor.layers"
@@ -201,7 +202,7 @@ def attention(norm, rotary, head, gated):
     q_norm, k_norm = (
         bare(
             f"{LAYERS}.layernorm.{norm}", weight=weight, variance_epsilon=1e-6, hidden_size=head,
-            has_weight=True, variance_size_override=None,
+            has_weight=True, pass_weight=True, variance_size_override=None,
         )
         for weight in weights
     )  # fmt: skip

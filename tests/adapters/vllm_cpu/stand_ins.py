@@ -1,7 +1,8 @@
-"""Stand-ins for what vllm-ascend 0.18.0 needs of an NPU, on a CPU with Triton's interpreter.
+"""Stand-ins for what vllm-ascend needs of an NPU, on a CPU with Triton's interpreter.
 
 All else is the published source. The stand-ins:
-- `torch_npu` and `torch.npu`: empty modules, with the operators in `OPERATORS` below;
+- `torch_npu` and `torch.npu`: empty modules, with its delta rule and its norm in PyTorch;
+- vllm-ascend's native operators of Gated Delta Net: `SCHEMAS`, mostly by its own other functions;
 - Triton's driver: the number of cores; and names of `triton.language` that modules bound, which the
   interpreter does not replace;
 - `vllm_ascend.patch.worker`: the package, without the modules it imports for other models.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.machinery
 import importlib.util
 import pathlib
@@ -18,6 +20,8 @@ import sys
 import types
 
 import torch
+
+from vllm_cpu.versions import OLDER
 
 MODULES = (
     "torch_npu",
@@ -56,7 +60,9 @@ def install() -> None:
         "torch.npu", is_available=lambda: False, current_device=lambda: 0,
         device=lambda index: contextlib.nullcontext(),
     )  # fmt: skip
-    sys.modules["torch_npu"].npu_recurrent_gated_delta_rule = recurrent_gated_delta_rule
+    if OLDER:
+        sys.modules["torch_npu"].npu_recurrent_gated_delta_rule = recurrent_gated_delta_rule
+    sys.modules["torch_npu"].npu_rms_norm = rms_norm
     from triton.runtime.driver import driver
 
     utils = types.SimpleNamespace(
@@ -70,13 +76,9 @@ def install() -> None:
     root = pathlib.Path(importlib.util.find_spec("vllm_ascend").origin).parent
     StandIn("vllm_ascend.patch.worker", str(root / "patch" / "worker"))
     install.library = torch.library.Library("_C_ascend", "FRAGMENT")
-    install.library.define(
-        "npu_causal_conv1d_custom(Tensor x, Tensor weight, *, Tensor(a!) conv_state, "
-        "Tensor? bias_opt, int[] query_start_loc_opt, int[] cache_indices_opt, "
-        "int[] initial_state_mode_opt, int[] num_accepted_tokens_opt, int activation_mode, "
-        "int pad_slot_id, int run_mode) -> Tensor"
-    )
-    install.library.impl("npu_causal_conv1d_custom", causal_conv1d_custom, "CPU")
+    for schema, function in SCHEMAS.items():
+        install.library.define(schema)
+        install.library.impl(schema.partition("(")[0], function, "CPU")
 
 
 def for_the_interpreter(prefix: str) -> None:
@@ -95,13 +97,19 @@ def _called_late(name: str, *args, **kwargs):
     return getattr(tl, name)(*args, **kwargs)
 
 
+def rms_norm(x, weight, epsilon):
+    """torch_npu's operator."""
+    scale = x.float().square().mean(-1, keepdim=True).add(epsilon).rsqrt()
+    return (x.float() * scale * weight.float()).to(x.dtype), scale
+
+
 def causal_conv1d_custom(
     x, weight, *, conv_state, bias_opt, query_start_loc_opt, cache_indices_opt,
     initial_state_mode_opt, num_accepted_tokens_opt, activation_mode, pad_slot_id, run_mode,
 ):  # fmt: skip
-    """vllm-ascend's AscendC operator for prefill, by vllm-ascend's own PyTorch function."""
-    from vllm_ascend.ops.triton.mamba.causal_conv1d import causal_conv1d_ref
-
+    """The convolution of a prefill, by vllm-ascend's own PyTorch function."""
+    home = "vllm_ascend.ops.triton.mamba" if OLDER else "vllm_ascend._310p.ops"
+    causal_conv1d_ref = importlib.import_module(f"{home}.causal_conv1d").causal_conv1d_ref
     assert run_mode == 0 and not num_accepted_tokens_opt
     y, starts, rows = torch.zeros_like(x), query_start_loc_opt, weight.shape[0] - 1
     for n, slot in enumerate(cache_indices_opt):
@@ -143,3 +151,73 @@ def recurrent_gated_delta_rule(
             state[slots[n, step if slots.shape[1] > 1 else 0]] = S.to(state.dtype)
         first += length
     return o
+
+
+def later_causal_conv1d(
+    output, x, weight, conv_state, bias_opt, query_start_loc_opt, cache_indices_opt,
+    initial_state_mode_opt, num_accepted_tokens_opt, activation_mode, pad_slot_id, run_mode,
+):  # fmt: skip
+    """0.23.0's operator. Prefill is as in 0.18.0; new tokens run vllm-ascend's Triton kernel.
+
+    The operator reads the first of a sequence's slots.
+    """
+    slots, starts = (
+        cache_indices_opt.flatten(1)[:, 0] if cache_indices_opt.dim() > 1 else (cache_indices_opt),
+        query_start_loc_opt,
+    )
+    if run_mode == 0:
+        y = causal_conv1d_custom(
+            x, weight, conv_state=conv_state, bias_opt=bias_opt,
+            query_start_loc_opt=starts.tolist(), cache_indices_opt=slots.tolist(),
+            initial_state_mode_opt=initial_state_mode_opt.tolist(), num_accepted_tokens_opt=None,
+            activation_mode=activation_mode, pad_slot_id=pad_slot_id, run_mode=run_mode,
+        )  # fmt: skip
+    else:
+        home = importlib.import_module("vllm_ascend.ops.triton.mamba.causal_conv1d")
+        update = home.causal_conv1d_update_npu
+        y = getattr(update, "__wrapped__", update)(  # not npu-ops' replacement
+            x.clone(), conv_state.transpose(1, 2), weight.T, bias_opt, bool(activation_mode), slots,
+            num_accepted_tokens_opt, starts, int(starts.diff().max()), pad_slot_id,
+        )  # fmt: skip
+    return output.copy_(y)
+
+
+def later_recurrent_gated_delta_rule(
+    query, key, value, state, *, beta=None, scale=None, actual_seq_lengths=None,
+    ssm_state_indices=None, num_accepted_tokens=None, g=None, gk=None,
+):  # fmt: skip
+    """0.23.0's operator; actual_seq_lengths begins with the first token's place, which is 0."""
+    assert actual_seq_lengths[0] == 0 and gk is None
+    return recurrent_gated_delta_rule(
+        query, key, value, g, beta, state, scale, actual_seq_lengths[1:], ssm_state_indices,
+        num_accepted_tokens,
+    )  # fmt: skip
+
+
+def gates(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
+    """The gates, by vllm-ascend's PyTorch function for another NPU."""
+    home = importlib.import_module("vllm_ascend._310p.ops.fla.fused_gdn_gating")
+    return home.fused_gdn_gating_pytorch(A_log, a, b, dt_bias, beta, threshold)
+
+
+SCHEMAS = (
+    {
+        "npu_causal_conv1d_custom(Tensor x, Tensor weight, *, Tensor(a!) conv_state, "
+        "Tensor? bias_opt, int[] query_start_loc_opt, int[] cache_indices_opt, "
+        "int[] initial_state_mode_opt, int[] num_accepted_tokens_opt, int activation_mode, "
+        "int pad_slot_id, int run_mode) -> Tensor": causal_conv1d_custom
+    }
+    if OLDER
+    else {  # as in the strings of vllm-ascend's native module
+        "npu_causal_conv1d_custom(Tensor output, Tensor x, Tensor weight, Tensor conv_state, "
+        "Tensor? bias_opt, Tensor? query_start_loc_opt, Tensor? cache_indices_opt, "
+        "Tensor? initial_state_mode_opt, Tensor? num_accepted_tokens_opt, int activation_mode, "
+        "int pad_slot_id, int run_mode) -> (Tensor output)": later_causal_conv1d,
+        "npu_recurrent_gated_delta_rule(Tensor query, Tensor key, Tensor value, Tensor(a!) state, "
+        "*, Tensor? beta=None, float? scale=None, Tensor? actual_seq_lengths=None, "
+        "Tensor? ssm_state_indices=None, Tensor? num_accepted_tokens=None, Tensor? g=None, "
+        "Tensor? gk=None) -> Tensor": later_recurrent_gated_delta_rule,
+        "npu_fused_gdn_gating(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias, float beta=1.0, "
+        "float threshold=20.0) -> (Tensor g, Tensor beta_output)": gates,
+    }
+)

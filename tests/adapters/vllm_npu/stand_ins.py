@@ -1,11 +1,12 @@
-"""Stand-ins for what vllm-ascend 0.18.0 needs of CANN and its native module on the emulated NPU.
+"""Stand-ins for what vllm-ascend needs of CANN and its native module on the emulated NPU.
 
 Everything else is the published source and the real torch_npu. The stand-ins:
 - `acl`, of which one function is named: `doubles/acl`;
 - `vllm_ascend_C`, three operators: `doubles/vllm_ascend_C.py`;
 - `meta_registration`, empty: shapes of operators that a Qwen model does not call;
 - ATB's `_npu_reshape_and_cache` and `_npu_matmul_add_fp32`, below, in PyTorch;
-- vllm-ascend's patch of torchair, empty: only compiled models need it, with CANN's graph engine.
+- the patch of torchair in 0.18.0, empty: only compiled models need it, with CANN's graph engine.
+  0.23.0 itself goes on without torchair.
 
 One repair: vllm-ascend 0.18.0 raises TypeError if log-probabilities of drafts are requested.
 """
@@ -13,13 +14,14 @@ One repair: vllm-ascend 0.18.0 raises TypeError if log-probabilities of drafts a
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pathlib
 import sys
 import types
 
-ABSENT = (
+OLDER = importlib.metadata.version("vllm_ascend") == "0.18.0"
+ABSENT = ("vllm_ascend.meta_registration",) + OLDER * (
     "vllm_ascend.patch.worker.patch_npugraph_ex_triton",
-    "vllm_ascend.meta_registration",
 )
 
 
@@ -39,8 +41,10 @@ def install() -> None:
 def mend_log_probabilities_of_drafts() -> None:
     """Return lists that `RejectionSampler.parse_output` has already made.
 
-    vllm-ascend 0.18.0 passes them to `tolists` as if they were lengths.
+    vllm-ascend 0.18.0 passes them to `tolists` as if they were lengths. 0.23.0 is not repaired.
     """
+    if not OLDER:
+        return
     from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
     own = LogprobsTensors.tolists
