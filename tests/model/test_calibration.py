@@ -76,7 +76,7 @@ def test_a_full_run_without_times_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(runs._Run, "_ranks", lambda self: ranks)
     found = verify.run(verify.Options("cpu", full=True), tmp_path, lambda line: None)
     (last,) = (r for r in found["results"] if r["kind"] == jobs.MICROBENCHMARKS)
-    assert last["verdict"] == "declined" and "has no times of an NPU (cpu)" in last["why"]
+    assert last["verdict"] == "declined" and "cpu has no times of an NPU" in last["why"]
     page = report.page(found | {"environment": {"npu_ops": "1", "known bad": []}})
     assert "has no times of an NPU" in page
 

@@ -118,7 +118,7 @@ def _computed(name: str, heuristic, arguments: dict):
         return heuristic(arguments)
     except Exception as error:  # the file's code may raise anything
         raise ValueError(
-            f"constexpr: got no value of {name}, and its heuristic raised "
+            f"constexpr: got no {name}, and its heuristic raised "
             f"{type(error).__name__} ({error}); "
             f"needs {name}=VALUE, or values of its arguments in the signature, as in n=i32:64"
         ) from None
