@@ -1,4 +1,4 @@
-"""Shared by the kernels of causal_conv1d for narrow and wide filters: finds a token's sequence."""
+"""Finds the sequence of a packed token, for causal_conv1d's kernels of narrow and wide filters."""
 
 from __future__ import annotations
 

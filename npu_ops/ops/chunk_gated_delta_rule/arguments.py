@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: argument checks.
+"""Checks the arguments of chunk_gated_delta_rule; chunk_kda uses some of these checks, too.
 
 `call` is a NamedTuple of a public function's arguments.
 """

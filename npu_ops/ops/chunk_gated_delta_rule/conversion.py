@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: convert a checked call for the operator."""
+"""Converts checked calls of chunk_gated_delta_rule and chunk_kda to inputs of their operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: limits of their Triton kernels."""
+"""Checks whether the Triton kernels of chunk_gated_delta_rule and chunk_kda support a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, for chunk_size 1.
+"""Runs the rule token by token, for calls of chunk_gated_delta_rule with chunk_size 1.
 
-`forward` serves chunk_gated_delta_rule and runs the decoding step's kernel. So a token gets the
-same bits in a whole prompt, in a part of a prompt, and in a decoding step.
+`forward` runs the decoding step's kernel. So a token gets the same bits in a whole prompt, in a
+part of a prompt, and in a decoding step. chunk_kda uses only `chunk_size_of_backward`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by all gated delta rules: argument checks.
+"""Checks arguments of fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda.
 
 `call` is a NamedTuple of a public function's arguments.
 """
@@ -22,7 +22,7 @@ def check_call(call) -> None:
 
 
 def check_common(call, more_rows=None, bias_by_key: bool = False) -> None:
-    """Check the arguments that all functions share, except the shapes of gates and beta.
+    """Check the arguments that the three functions share, except the shapes of gates and beta.
 
     more_rows: None, or a function of K and V that returns the extra rows of a carried state.
     bias_by_key: whether dt_bias has an element for each key of a value head.

@@ -19,7 +19,7 @@ def why_not(arguments) -> str | None:
 
 
 def swiglu(gate, up, out) -> None:
-    """Write out; up is None."""
+    """Write `out`; `up` is None."""
     out.copy_(torch.ops.npu.npu_swiglu(gate, -1))
 
 

@@ -1,4 +1,4 @@
-"""Gradients of Kimi Delta Attention that are computed for all chunks at once.
+"""Computes the gradients of Kimi Delta Attention that need no order of chunks, for all at once.
 
 The kernels of `chunk_gated_delta_rule` compute the states and their gradients, chunk after chunk.
 
