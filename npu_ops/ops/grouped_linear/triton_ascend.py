@@ -1,7 +1,7 @@
 """grouped_linear in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Tile sizes and the order of sums are those of `linear`, so a row has the same bits. The tiles of all
-groups are numbered in order. Program p of n reads the ends of all groups, and computes tiles p, p +
+Tile sizes and the order of sums are as in `linear`, so a row has the same bits as there. The tiles
+of all groups are numbered in order. Program p of n reads the ends of all groups, and computes tiles p, p +
 n, ...
 """
 

@@ -1,5 +1,7 @@
-"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update: l2norm's
-reference."""
+"""Reference of l2norm, in plain PyTorch.
+
+causal_conv1d_qkv, chunk_gated_delta_rule, chunk_kda and gated_delta_rule_update use it, too.
+"""
 
 from __future__ import annotations
 

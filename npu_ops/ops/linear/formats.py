@@ -1,4 +1,4 @@
-"""Shared by linear and grouped_linear: reject the vendor's formats that do not store rows."""
+"""Rejects the vendor's formats that do not store rows, for linear and grouped_linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by mrope and qk_norm_rope: mrope's reference, and the axis that owns each frequency."""
+"""Reference of mrope, in plain PyTorch; qk_norm_rope's reference uses these functions, too."""
 
 from __future__ import annotations
 

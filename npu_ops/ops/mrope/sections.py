@@ -1,4 +1,4 @@
-"""Shared by mrope and qk_norm_rope: check which frequencies belong to T, H and W."""
+"""Checks which frequencies belong to T, H and W, for mrope and qk_norm_rope."""
 
 from __future__ import annotations
 
