@@ -1,4 +1,4 @@
-"""Gated RMSNorm, which follows the delta rule in Gated Delta Net."""
+"""Computes the gated RMSNorm that follows the delta rule in Gated Delta Net."""
 
 from __future__ import annotations
 

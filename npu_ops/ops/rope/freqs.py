@@ -1,4 +1,4 @@
-"""Rotary embedding from angles, with the arguments that Megatron passes."""
+"""Rotates q and k by given angles, with the arguments that Megatron passes."""
 
 from __future__ import annotations
 

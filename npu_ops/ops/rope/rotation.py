@@ -1,4 +1,7 @@
-"""Shared by rope, mrope and qk_norm_rope: rotate q and k, in place or not, with gradients."""
+"""Declares the operators of rope and mrope: they rotate q and k, in place or not, with gradients.
+
+qk_norm_rope uses `check_positions` and `why_not_wide`.
+"""
 
 from __future__ import annotations
 

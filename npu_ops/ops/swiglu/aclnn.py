@@ -1,4 +1,4 @@
-"""swiglu by torch_npu's `npu_swiglu`, which takes gate and up in one tensor."""
+"""Computes swiglu with torch_npu's `npu_swiglu`, which takes gate and up in one tensor."""
 
 from __future__ import annotations
 
