@@ -1,6 +1,6 @@
-"""bias_dropout_add in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by bias_dropout_add and attention: the kernels of bias_dropout_add in Triton.
 
-Attention's dropout uses `draw`, too.
+For Ascend and NVIDIA. Reference: reference.py. Attention's dropout uses only `draw`.
 
 A row is cut into 8 lanes (npu_ops/core/rng.py). A program loops over tiles of BR rows by BJ columns
 of a lane. It computes four Philox words per element of the tile, which serve the same tile of all

@@ -1,4 +1,4 @@
-"""Allocates states and gradients of causal_conv1d and causal_conv1d_qkv.
+"""Shared by causal_conv1d and causal_conv1d_qkv: allocates their states and gradients.
 
 Also writes the results of calls without tokens.
 """

@@ -1,4 +1,4 @@
-"""Reference of causal_conv1d; the references of causal_conv1d_qkv and _update use it, too.
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: their reference.
 
 The reference puts all rows into one matrix: first W rows of initial state for each sequence (zeros
 without one), then all tokens of the batch or of the packed sequences. A filter tap reads a row by

@@ -1,4 +1,4 @@
-"""Finds the sequence of a packed token, for causal_conv1d's kernels of narrow and wide filters."""
+"""Shared by causal_conv1d's kernels for narrow and wide filters: finds the sequence of a token."""
 
 from __future__ import annotations
 

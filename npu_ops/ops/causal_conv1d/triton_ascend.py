@@ -1,6 +1,6 @@
-"""causal_conv1d in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: convolution in Triton.
 
-causal_conv1d_qkv and causal_conv1d_update use these functions, too.
+For Ascend and NVIDIA. Reference: reference.py
 
 A piece of work is a run of tokens and a block of BD channels. A program loops over the tokens and
 keeps on chip the rows that the filter still needs. So each row is read once, not once per tap. In

@@ -1,4 +1,4 @@
-"""Checks the arguments of chunk_gated_delta_rule; chunk_kda uses some of these checks, too.
+"""Shared by chunk_gated_delta_rule and chunk_kda: checks arguments, and defines chunk sizes.
 
 `call` is a NamedTuple of a public function's arguments.
 """

@@ -1,4 +1,4 @@
-"""Converts checked calls of chunk_gated_delta_rule and chunk_kda to inputs of their operators."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: converts a checked call for the operator."""
 
 from __future__ import annotations
 

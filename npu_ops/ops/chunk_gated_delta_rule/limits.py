@@ -1,4 +1,4 @@
-"""Checks whether the Triton kernels of chunk_gated_delta_rule and chunk_kda support a call."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: checks whether Triton kernels support a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs the rule token by token, for calls of chunk_gated_delta_rule with chunk_size 1.
+"""Shared by chunk_gated_delta_rule and chunk_kda: runs calls with chunk_size 1 token by token.
 
-`forward` runs the decoding step's kernel. So a token gets the same bits in a whole prompt, in a
-part of a prompt, and in a decoding step. chunk_kda uses only `chunk_size_of_backward`.
+Only chunk_gated_delta_rule uses `forward`, which runs the decoding step's kernel. So a token gets
+the same bits in a whole prompt, in a part of a prompt, and in a decoding step.
 """
 
 from __future__ import annotations

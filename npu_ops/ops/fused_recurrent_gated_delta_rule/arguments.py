@@ -1,6 +1,6 @@
-"""Checks arguments of fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda.
+"""Shared by all gated delta rules: checks arguments, and defines the largest K and V.
 
-`call` is a NamedTuple of a public function's arguments.
+gated_delta_rule_update uses only `MAX_DIM`. `call` is a NamedTuple of a public function's arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference of fused_recurrent_gated_delta_rule; those of all gated delta rules use it, too.
+"""Shared by all gated delta rules: their reference.
 
 It processes one token after another in plain PyTorch, in fp32 (fp64 for fp64 inputs). It reads
 `cu_seqlens` on the host.

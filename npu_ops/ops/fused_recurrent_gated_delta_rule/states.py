@@ -1,7 +1,7 @@
-"""Allocates states of gated delta rules, and writes them for calls without tokens.
+"""Shared by fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda.
 
-fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda use this module. A state
-belongs to a sequence and a value head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
+Allocates states, and writes them in calls without tokens. A state belongs to a sequence and a value
+head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference of gdn_gate, in plain PyTorch; gated_delta_rule_update's vendor calls use it, too."""
+"""Shared by gdn_gate and gated_delta_rule_update: the reference of the gates, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes a softplus of any beta and threshold, for gdn_gate and gated_delta_rule_update."""
+"""Shared by gdn_gate and gated_delta_rule_update: computes softplus of any beta and threshold."""
 
 from __future__ import annotations
 

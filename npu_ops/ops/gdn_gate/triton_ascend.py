@@ -1,6 +1,8 @@
-"""gdn_gate in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by gdn_gate and gated_delta_rule_update: computes gates in Triton.
 
-A program loops over tiles of BT tokens by BH heads. gated_delta_rule_update uses `rate_of`, too.
+For Ascend and NVIDIA. Reference: reference.py
+
+A program loops over tiles of BT tokens by BH heads. gated_delta_rule_update uses only `rate_of`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reference of l2norm, in plain PyTorch.
+"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update.
 
-causal_conv1d_qkv, chunk_gated_delta_rule, chunk_kda and gated_delta_rule_update use it, too.
+Reference of l2norm, in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""l2norm in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by l2norm, causal_conv1d, chunk_gated_delta_rule and chunk_kda: l2norm in Triton.
+
+For Ascend and NVIDIA. Reference: reference.py
 
 Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py).
-causal_conv1d, chunk_gated_delta_rule and chunk_kda use these functions, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rejects the vendor's formats that do not store rows, for linear and grouped_linear."""
+"""Shared by linear and grouped_linear: rejects the vendor's formats that do not store rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of mrope, in plain PyTorch; qk_norm_rope's reference uses these functions, too."""
+"""Shared by mrope and qk_norm_rope: the reference of mrope, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks which frequencies belong to T, H and W, for mrope and qk_norm_rope."""
+"""Shared by mrope and qk_norm_rope: checks how many frequencies belong to T, H and W."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""mrope in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by mrope and qk_norm_rope: mrope in Triton, for Ascend and NVIDIA.
+
+Reference: reference.py
 
 The kernel works as in rope/triton_ascend.py, but it merges a tile's coefficients on chip from the
-table rows of three axes, T, H and W. qk_norm_rope uses `load_merged`, too.
+table rows of three axes, T, H and W. qk_norm_rope uses `load_merged` and `load_axis`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reference of rms_norm_gated, in plain PyTorch.
+"""Shared by rms_norm, rms_norm_gated and qk_norm_rope: reference of rms_norm_gated.
 
-rms_norm and qk_norm_rope use `reciprocal_rms` and `compute_dtype`, too.
+rms_norm and qk_norm_rope use `reciprocal_rms` and `compute_dtype`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks and converts public arguments of rope, mrope and qk_norm_rope."""
+"""Shared by rope, mrope and qk_norm_rope: checks and converts public arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of rope, in plain PyTorch; those of mrope and qk_norm_rope use it, too."""
+"""Shared by rope, mrope and qk_norm_rope: the reference of rotary embedding, in plain PyTorch."""
 
 from __future__ import annotations
 

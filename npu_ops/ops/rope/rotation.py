@@ -1,6 +1,7 @@
-"""Declares the operators of rope and mrope: they rotate q and k, in place or not, with gradients.
+"""Shared by rope, mrope and qk_norm_rope: declares operators that rotate q and k.
 
-qk_norm_rope uses `check_positions` and `why_not_wide`.
+They work in place or not, and have gradients. qk_norm_rope uses only `check_positions` and
+`why_not_wide`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""rope in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by rope, mrope and qk_norm_rope: rope in Triton, for Ascend and NVIDIA.
 
-mrope and qk_norm_rope use functions of this module, too.
+Reference: reference.py
 
 A program loops over tiles of tokens. It loads a tile's coefficients once and rotates all heads of q
 and of k with them. Tiles are [BT tokens, BH heads, P pairs]; P is a power of two.

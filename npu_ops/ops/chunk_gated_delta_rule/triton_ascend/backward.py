@@ -1,4 +1,4 @@
-"""Computes gradients in three steps, in Triton, for chunk_gated_delta_rule and chunk_kda.
+"""Shared by chunk_gated_delta_rule and chunk_kda: computes gradients in Triton, in three steps.
 
 The first step recomputes the states, the second computes their gradients from last to first, and
 the third computes the gradients of all chunks at once.

@@ -1,4 +1,4 @@
-"""Finds the chunks of sequences on the device, for chunk_gated_delta_rule and chunk_kda.
+"""Shared by chunk_gated_delta_rule and chunk_kda: finds the chunks of sequences on the device.
 
 This file also lays out gates and betas by chunk, and their gradients by token. Gates come as
 [tokens, heads], but the kernels need the tokens of one head to be contiguous within a chunk. So one

@@ -1,4 +1,4 @@
-"""Loops over the chunks of a sequence in Triton, for chunk_gated_delta_rule and chunk_kda.
+"""Shared by chunk_gated_delta_rule and chunk_kda: loops over a sequence's chunks in Triton.
 
 Each chunk updates the state, and its tokens read from it.
 """

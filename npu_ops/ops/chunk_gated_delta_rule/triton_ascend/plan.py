@@ -1,4 +1,7 @@
-"""Chooses tile sizes, and divides states among programs (chunk_gated_delta_rule and chunk_kda)."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: chooses tile sizes and the division of states.
+
+States are divided among the programs of a launch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""fused_recurrent_gated_delta_rule in Triton, for Ascend and NVIDIA. Reference: reference.py
+"""Shared by fused_recurrent_gated_delta_rule and chunk_kda: runs token by token, in Triton.
 
-chunk_kda with chunk_size 1 runs the forward, too.
+For Ascend and NVIDIA. Reference: reference.py. chunk_kda runs the forward, with chunk_size 1.
 
 A program keeps BV value columns of one head's state on chip, in fp32, in the order that the state
 has in memory. It loops over the tokens and uses only vector instructions. Columns do not depend on
