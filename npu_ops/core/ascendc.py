@@ -81,7 +81,11 @@ def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., N
 
 @functools.cache
 def target(op: str, device: torch.device) -> tuple[str, int, int]:
-    """Return the launcher's arguments `binary` (a path), `cores` (vector cores) and `ub_bytes`."""
+    """Return three arguments of a launcher for a device.
+
+    They are `binary` (a path), `cores` (number of vector cores) and `ub_bytes` (bytes of unified
+    buffer of a vector core).
+    """
     soc = hardware.soc(device)
     cores = torch.npu.get_device_properties(device).vector_core_num
     return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)

@@ -84,7 +84,9 @@ def _finish_kernel(
 
 
 def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None, states=()) -> None:
-    """Set tokens after the last sequence to 0; if starts are invalid, set all and states to NaN.
+    """Set the results of tokens after the last sequence to 0.
+
+    If starts are invalid, set the results of all tokens, and the states, to NaN.
 
     starts: contiguous int32, see `int32_starts`; None: do nothing. If every token belongs to a
     sequence, the launch only checks the starts.

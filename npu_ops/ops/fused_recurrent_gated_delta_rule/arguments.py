@@ -1,6 +1,7 @@
 """Shared by all gated delta rules: checks arguments, and defines the largest K and V.
 
-gated_delta_rule_update uses only `MAX_DIM`. `call` is a NamedTuple of a public function's arguments.
+gated_delta_rule_update uses only `MAX_DIM`. `call` is a NamedTuple of a public function's
+arguments.
 """
 
 from __future__ import annotations

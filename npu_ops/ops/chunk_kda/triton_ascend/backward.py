@@ -1,4 +1,4 @@
-"""Computes the gradients of Kimi Delta Attention that need no order of chunks, for all at once.
+"""Computes gradients of Kimi Delta Attention for all chunks at once.
 
 The kernels of `chunk_gated_delta_rule` compute the states and their gradients, chunk after chunk.
 
