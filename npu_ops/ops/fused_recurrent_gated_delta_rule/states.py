@@ -1,7 +1,7 @@
-"""Shared by fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda.
+"""Shared by fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda: states.
 
-Allocates states, and writes them in calls without tokens. A state belongs to a sequence and a value
-head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
+This module allocates states, and writes them in calls without tokens. A state belongs to a sequence
+and a value head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
 """
 
 from __future__ import annotations
