@@ -1,7 +1,8 @@
 """npu-ops: operators for Qwen3-VL, Qwen3-Next and Qwen3.5 class models on Ascend NPUs.
 
 Importing npu_ops needs only torch. triton and torch_npu are loaded when an implementation that
-needs them is first chosen. Every folder of `npu_ops.ops` is an op; its exports are available here.
+needs them is first chosen. Every folder of `npu_ops.ops` declares an op. This module exports the
+public functions of all ops.
 """
 
 import importlib

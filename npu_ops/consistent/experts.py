@@ -1,6 +1,7 @@
-"""Mixture of experts: torch_npu's grouped product and its sum over a token's experts.
+"""Replaces torch_npu's grouped matrix product, and its sums over the experts of a token.
 
-vllm-ascend, SGLang, MindSpeed and verl call them. `npu_ops.grouped_linear` computes the product.
+vllm-ascend, SGLang, MindSpeed and verl call these operators of mixtures of experts.
+`npu_ops.grouped_linear` computes the product.
 The sum multiplies each expert's result by its routing weight, rounds it, and adds in order of
 expert id, because frameworks list a token's experts in different orders. torch_npu still computes
 products that are quantised or have a bias, and the gradients of weights.

@@ -1,9 +1,9 @@
-"""RMS norms of torch and torch_npu, and torch_npu's SwiGLU, rounded as in transformers.
+"""Replaces RMS norms of torch and torch_npu, torch_npu's SwiGLU, and layer norms under autocast.
 
 MindSpeed, vllm-ascend and verl call torch_npu's norms, Megatron calls torch's. All of them now call
 `npu_ops.rms_norm`, which rounds once; npu-ops also installs it in transformers and SGLang.
-torch_npu's `npu_swiglu` rounds once. A transformers model rounds silu(gate) and then the product,
-so this replacement rounds twice, too.
+torch_npu's `npu_swiglu` rounds once. A transformers model rounds silu(gate) and then its product
+with up, so this replacement rounds twice, too.
 
 verl's FSDP actor computes under autocast, where layer norms of a vision tower would be fp32. They
 keep the dtype of their tensors here.

@@ -1,9 +1,11 @@
-"""Matrix products, computed by `npu_ops.linear`.
+"""Replaces torch's matrix products by `npu_ops.linear`.
 
 PyTorch's order of summation depends on the number of rows, so a decoded token gets other bits than
-in training. npu-ops replaces `linear`, `matmul`, and those calls of `conv3d` that embed image
-patches, which are matrix products. PyTorch still computes their gradients, `mm`, `bmm`, and all
-dtypes but fp32, bf16 and fp16.
+in training. npu-ops replaces `linear`, `matmul` with a 2-D second operand, and `conv3d` where it
+embeds image patches. PyTorch still computes:
+- the gradients of these operators;
+- `mm` and `bmm`;
+- calls with mixed dtypes, or with a dtype other than fp32, bf16 and fp16.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Code that all operators share: environment switches, registry, torch library, hardware, grids."""
+"""Contains what operators share, e.g. dispatch, argument checks, settings and launch grids."""

@@ -19,7 +19,7 @@ _FOLDER = pathlib.Path(__file__).parent.parent / "_ascendc"
 
 
 def locate(op: str, family: str) -> pathlib.Path | str:
-    """Return the path of an op's kernel object for an NPU family, or why there is none."""
+    """Return the path of an op's kernel object for an NPU family, or why the file is missing."""
     path = _FOLDER / family / f"{op}.o"
     if path.exists():
         return path
@@ -81,7 +81,11 @@ def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., N
 
 @functools.cache
 def target(op: str, device: torch.device) -> tuple[str, int, int]:
-    """Return the launcher's last arguments: binary path, vector cores, bytes of unified buffer."""
+    """Return three arguments of a launcher for a device.
+
+    They are `binary` (a path), `cores` (number of vector cores) and `ub_bytes` (bytes of unified
+    buffer of a vector core).
+    """
     soc = hardware.soc(device)
     cores = torch.npu.get_device_properties(device).vector_core_num
     return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)

@@ -280,7 +280,8 @@ def differentiable(op: str, case: Case) -> tuple[str, ...]:
     return getattr(case, "differentiable", of(op).DIFFERENTIABLE)
 
 
-# From this many elements on, an error ratio is an average. Below, one bad element dominates it.
+# With fewer elements than this, one bad element dominates the error ratio. `tolerance` then doubles
+# the limit of the ratio.
 _MANY = 16
 
 

@@ -133,8 +133,8 @@ def scale(name: str, value) -> None:
 def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:
     """Raise ValueError if a call cannot run in place.
 
-    Each tensor in `written` must be `writable`. If gradients are enabled, no tensor may require a
-    gradient.
+    The tensors in `written` must pass `writable`, which explains `elementwise`. If gradients are
+    enabled, no tensor may require a gradient.
     """
     writable(written, read, elementwise)
     if not torch.is_grad_enabled():

@@ -38,7 +38,8 @@ ROUNDED_ONCE = tolerances((2e-15, 1e-14), (6e-7, 2e-6), (4e-4, 6e-4), (2.5e-3, 5
 def error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the RMS of the error over the RMS of `expected`.
 
-    0 if both RMS values are 0, infinity if only that of `expected` is, NaN if `actual` has a NaN.
+    The ratio is 0 if both RMS values are 0, and infinity if only the RMS of `expected` is 0.
+    Otherwise it is NaN if `actual` has a NaN.
     """
     return _ratio(_error(actual, expected), expected)
 

@@ -1,7 +1,7 @@
-"""Adds the version of npu-ops to the keys of torch's caches of compiled graphs.
+"""Adds a hash of the files of npu-ops to the keys of torch's caches of compiled graphs.
 
 torch caches compiled graphs on disk by the operators they call. It does not notice that another
-version of npu-ops changed an operator or its gradient. Without the version in the key, torch could
+version of npu-ops changed an operator or its gradient. Without the hash in the key, torch could
 run a stale graph after an upgrade, or a graph that calls a removed operator.
 """
 

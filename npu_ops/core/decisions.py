@@ -16,7 +16,7 @@ import torch
 from npu_ops.core import epoch
 from npu_ops.core.collective import in_a_group
 
-MOST = 256  # keys per operator; beyond that, the cache is cleared: such shapes rarely repeat
+MOST = 256  # keys per operator; a full cache is cleared, because so many shapes rarely repeat
 
 
 class Output(NamedTuple):

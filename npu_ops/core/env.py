@@ -1,5 +1,6 @@
-"""Environment variables: npu-ops reads its own settings here and nowhere else.
+"""Reads and documents the environment variables that change how npu-ops runs.
 
+The build (setup.py), the emulator and npu_ops_autoload.py read some variables themselves.
 `python npu_ops/core/env.py` prints ENVS.md.
 """
 
@@ -180,7 +181,7 @@ def cache_folder(name: str) -> pathlib.Path | None:
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return pathlib.Path(root or pathlib.Path.home() / ".cache") / "npu_ops" / name
-    except RuntimeError:  # Path.home() found none
+    except RuntimeError:  # Path.home() found no home
         return None
 
 

@@ -16,7 +16,8 @@ import torch
 
 from npu_ops.core import epoch, socs
 
-# Programs of a launch in Triton's interpreter: more than one, so that the loop over them is tested.
+# Number of programs per launch in Triton's interpreter. With more than one, tests cover how
+# programs share the work items.
 _INTERPRETED_PROGRAMS = 3
 # Enough programs to keep every multiprocessor of an NVIDIA GPU busy with a memory-bound kernel.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -111,7 +112,7 @@ _assumed_cores: tuple[int, int] | None = None
 def as_if_soc(soc: str, cores: tuple[int, int] | None = None) -> Iterator[None]:
     """In a block, choose tiles as for an NPU `soc`, e.g. to compile for it.
 
-    cores: numbers of cube and vector cores to launch on; None: those of this machine.
+    cores: numbers of cube and vector cores to launch on; None: this machine's numbers.
     """
     global _assumed_soc, _assumed_cores
     before = _assumed_soc, _assumed_cores

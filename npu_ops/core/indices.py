@@ -1,7 +1,7 @@
-"""Checks of index values in host memory: sequence starts, positions, slots and lengths.
+"""Checks index values in host memory: sequence starts, positions, slots and lengths.
 
-Argument checks of public functions use them, but a compiled call skips argument checks. So
-operators and CPU implementations in Python check again. Native kernels make the same checks with
+Public functions check index values among their arguments, but a compiled call skips these checks.
+So operators and CPU implementations in Python check again. Native kernels make the same checks with
 the same messages (csrc/common/indices.h).
 """
 
@@ -16,7 +16,7 @@ def starts_of(name: str, x: torch.Tensor, tokens: int) -> list[int]:
     """Return the sequence starts as a list, see lengths.py.
 
     Raises:
-        ValueError: they do not begin with 0, they decrease, or the last exceeds `tokens`.
+        ValueError: the starts do not begin with 0, they decrease, or the last exceeds `tokens`.
     """
     starts = x.tolist()
     if not starts or starts[0] != 0 or starts[-1] > tokens:
@@ -49,7 +49,7 @@ def check_starts(name: str, x: torch.Tensor | None, tokens: int) -> None:
 
 
 def check_distinct(name: str, places: Iterable[int]) -> None:
-    """Raise ValueError if a place occurs twice: two sequences would write to it."""
+    """Raise ValueError if an index occurs twice, e.g. a slot that two sequences would write to."""
     seen = set()
     for place in places:
         if place in seen:

@@ -3,14 +3,14 @@
 Lengths are given as `starts`, int32 or int64 `[N + 1]`: the start of each of N sequences, then the
 end of the last. They begin with 0, never decrease, and end at or before the number of tokens.
 
-- Tokens after the last sequence are unowned: they belong to no sequence. Their outputs and
-  gradients are 0, whatever the inputs hold there.
-- Invalid lengths raise ValueError if they are in host memory. On a device nothing waits for them:
-  outputs and gradients of all tokens are NaN, and no other memory is touched. Returned states and
-  gradients of initial states are NaN; a pool of states stays unchanged.
+- Tokens after the last sequence belong to no sequence. Their outputs and gradients are 0, whatever
+  the inputs hold there.
+- Invalid lengths raise ValueError if they are in host memory. On a device, npu-ops does not wait to
+  check them: outputs and gradients of all tokens are NaN, and no other memory is touched. Returned
+  states and gradients of initial states are NaN; a pool of states stays unchanged.
 
-In host memory, `indices.starts_of` and csrc/common/indices.h check them. On devices, `nobodys`
-handles them for PyTorch code, and `finish` of lengths_triton_ascend.py after Triton kernels.
+In host memory, `indices.starts_of` and csrc/common/indices.h check the starts. On devices, PyTorch
+code uses `nobodys`, and `finish` of lengths_triton_ascend.py runs after Triton kernels.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def are_right(starts: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
 def pass_through(states, to, starts: torch.Tensor | None) -> None:
     """Write the final states of a call without tokens to `to`.
 
-    They are the initial states, 0 without initial states, or NaN if starts are invalid. Backward
-    passes call this function for gradients of states, too.
+    The final states are the initial states, 0 without initial states, or NaN if starts are invalid.
+    Backward passes call this function for gradients of states, too.
 
     states: initial states, or None. to: tensor to write; None if the caller needs no final states.
     """
@@ -41,7 +41,7 @@ def pass_through(states, to, starts: torch.Tensor | None) -> None:
 
 
 def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tokens are unowned, and the value of their results.
+    """Return which tokens are after the last sequence, and the value of their results.
 
     Returns:
         bool `[tokens]`, all True if starts are invalid; and a scalar on starts' device, 0 or NaN.
@@ -52,15 +52,15 @@ def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def before_conversion(call, **converted: bool):
-    """Set unowned tokens to 0 in arguments that PyTorch converts before the operator runs.
+    """Set tokens after the last sequence to 0 in arguments that PyTorch converts for the operator.
 
     call: NamedTuple of the public arguments, with `q` and `cu_seqlens`; a changed copy is returned.
     converted: argument name -> whether PyTorch converts it, e.g. by an l2norm or a gate. Arguments
     without a gradient stay as they are.
 
-    An unowned token may hold NaN. In the conversion's backward, a gradient of 0 times this NaN
-    would be NaN, and so would sums over tokens. With invalid starts nothing is zeroed, so gradients
-    become NaN.
+    Such a token may hold NaN. In the conversion's backward, a gradient of 0 times this NaN would be
+    NaN, and so would sums over tokens. With invalid starts nothing is zeroed, so gradients become
+    NaN.
     """
     starts, tokens = call.cu_seqlens, call.q.shape[1]
     given = {name: getattr(call, name) for name, is_so in converted.items() if is_so}
@@ -77,8 +77,10 @@ def before_conversion(call, **converted: bool):
 
 
 def without_nobodys(starts: torch.Tensor | None, *rows: torch.Tensor | None) -> tuple:
-    """Set unowned tokens of tensors `[1, tokens, ...]` to 0, or all to NaN if starts are
-    invalid."""
+    """Set tokens after the last sequence to 0, or all tokens to NaN if starts are invalid.
+
+    rows: tensors `[1, tokens, ...]`, or None.
+    """
     if starts is None:
         return rows
     given = next(x for x in rows if x is not None)

@@ -1,4 +1,7 @@
-"""A kernel that runs after an op's own: sets results of unowned tokens to 0 or NaN (lengths.py)."""
+"""Overwrites results after an op's kernels: 0 for tokens in no sequence, NaN for invalid starts.
+
+lengths.py defines these results.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,9 @@ def _finish_kernel(
 
 
 def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None, states=()) -> None:
-    """Set the rows of unowned tokens to 0; if starts are invalid, set all rows and states to NaN.
+    """Set the results of tokens after the last sequence to 0.
+
+    If starts are invalid, set the results of all tokens, and the states, to NaN.
 
     starts: contiguous int32, see `int32_starts`; None: do nothing. If every token belongs to a
     sequence, the launch only checks the starts.

@@ -1,7 +1,8 @@
 """The torch library `npu_ops::` and the native kernels behind it.
 
 Each op's `op.py` defines its schemas in Python, so an install without a compiler still has every
-operator. The native library only adds CPU kernels to them (`TORCH_LIBRARY_IMPL`, no schema).
+operator. The native library defines no schema. It only registers CPU kernels, and launchers of
+AscendC kernels.
 """
 
 from __future__ import annotations

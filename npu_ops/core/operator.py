@@ -325,7 +325,7 @@ class Operator:
 
 
 class InPlace:
-    """An operator that writes its outputs over its inputs; its name ends with a `_`.
+    """An operator that writes its outputs over its inputs. The operator's name ends with a `_`.
 
     Args:
         forward: the operator whose in-place form this is.
@@ -403,7 +403,7 @@ class Backward(Operator):
         needs = [name for name in settings if name.startswith("needs_")]
         self._needs = [known.index(name.removeprefix("needs_")) for name in needs]
         self._kept_settings = [known.index(name) for name in settings if name not in needs]
-        # The operator's arguments are picked from: gradients, kept tensors, kept settings, needs.
+        # `_gradients` collects values in the order of `given`; `_order` picks the arguments.
         kept = [known[i] for i in self._kept_tensors + self._kept_settings]
         given = [*gradients, *kept, *needs]
         self._order = [given.index(argument.name) for argument in self.inputs]
@@ -418,7 +418,10 @@ class Backward(Operator):
         library.differentiable(self.name, library.no_gradient(self.name))
 
     def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
-        """Return where each forward input's gradient is: an index into (our outputs, `grads`)."""
+        """Return for each forward input the index of its gradient, or None.
+
+        The index counts the backward's outputs, then the gradients of the forward's outputs.
+        """
         written = [argument.name for argument in self.writes]
         sources = {name.removeprefix("grad_"): i for i, name in enumerate(written)}
         of_outputs = {name: len(written) + i for i, name in enumerate(outputs)}

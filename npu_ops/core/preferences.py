@@ -25,7 +25,8 @@ from npu_ops.core import env, epoch, hardware
 
 FORMAT = 1
 PACKAGED = pathlib.Path(__file__).parent.parent / "preferences"
-# A preference also holds for sizes up to this distance from the measured one, in powers of two.
+# A preference also applies to tensors about 2**REACH times smaller or larger than the measured one:
+# the bit lengths of their numbers of elements may differ by REACH.
 REACH = 3
 _NUMEL_BITS = 64
 # Limits that `read` enforces. A table of every op and three models has a few hundred kB.

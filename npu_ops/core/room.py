@@ -1,7 +1,7 @@
 """Halves tiles when an older compiler runs out of unified buffer.
 
-Tiles are planned for the newest ascendnpu-ir. An older one needs more on-chip memory and rejects a
-kernel with "ub overflow". Only this error tells npu-ops that the installed compiler is older.
+Tile sizes are chosen for the newest ascendnpu-ir. An older one needs more on-chip memory and
+rejects a kernel with "ub overflow". Only this error tells npu-ops that the compiler is older.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Room:
         rooms[op] = self
 
     def of(self, size: int) -> int:
-        """Return a planned tile size after the halvings so far."""
+        """Return `size`, halved as often as this op's tiles have been halved so far."""
         return size >> self.halvings
 
     def found_for(self, function: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Row kernels in Triton: a program walks over tiles of rows of [outer, inner, D] tensors.
+"""Row kernels in Triton: a program loops over tiles of rows of [outer, inner, D] tensors.
 
 A tile is [BO, BI, BD]: BO outer rows by BI inner ones, and BD of their columns. A kernel loops over
 the tiles of rows, and in each over the columns:

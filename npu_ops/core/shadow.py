@@ -115,7 +115,10 @@ def thaw(frozen: dict, device: str | None = None) -> tuple:
 
 
 def keep(named_tuple: type) -> type:
-    """Decorator for a NamedTuple that implementations take: `freeze` and `thaw` support it."""
+    """Register a NamedTuple type of an implementation's argument for `freeze` and `thaw`.
+
+    Use it as a class decorator.
+    """
     if _keeps.setdefault(named_tuple.__name__, named_tuple) is not named_tuple:
         raise ValueError(f"two named tuples are called {named_tuple.__name__}")
     return named_tuple

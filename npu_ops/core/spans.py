@@ -1,4 +1,4 @@
-"""Context parallelism of packed sequences: which tokens of which sequences a rank has.
+"""Computes which tokens of which packed sequences a rank holds under context parallelism.
 
 Every rank gets the starts of all sequences. No function here waits for a device. If lengths on a
 device are invalid, this rank's lengths become invalid as well, and results become NaN.
@@ -20,14 +20,17 @@ _WRONG = -1  # marks starts as invalid: the first of valid starts is 0
 
 
 class Span(NamedTuple):
-    """One rank's part of all tokens: ranks hold consecutive parts. N: number of sequences."""
+    """One rank's part of all tokens; ranks hold consecutive parts.
+
+    N: number of sequences. T: number of this rank's tokens.
+    """
 
     # [N + 1]: starts of the parts of all sequences that are on this rank; most parts may be empty
     starts: torch.Tensor
     # [1]: number of tokens of this rank's first sequence that are on earlier ranks; may be 0
     before: torch.Tensor
     entering: torch.Tensor  # [1]: index of that first sequence
-    leaving: torch.Tensor  # bool [T]: which tokens are of the sequence in which the span ends
+    leaving: torch.Tensor  # bool [T]: whether a token's sequence has this rank's last token
     # bool [ranks]: whether a rank ends in a sequence that began on an earlier rank
     passes: torch.Tensor
 
@@ -54,7 +57,7 @@ def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
     rank = distributed.get_rank(group)
     begin = begins[rank, None]
     last, entering = _sequence_at(starts, ends - 1), _sequence_at(starts, begin)
-    inside = entering < starts.shape[0] - 1  # tokens after the last sequence are unowned
+    inside = entering < starts.shape[0] - 1  # tokens after the last sequence are in no sequence
     positions = begin + make.counted(tokens, device=starts.device)
     return Span(
         starts=torch.where(right, (starts - begin).clamp(0, tokens), _WRONG).to(cu_seqlens.dtype),

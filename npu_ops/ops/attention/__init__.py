@@ -134,7 +134,7 @@ _Call = call_of(attention)
 
 
 def _prepare(*args, **kwargs):
-    """Check the public arguments; return the operator's: q, k, v, extra and rule."""
+    """Check the public arguments; return the operator's arguments: q, k, v, extra and rule."""
     call = in_one_form(_Call(*args, **kwargs))
     check_call(call)
     return call.q, call.k, call.v, _extra(call), _rule(call)

@@ -1,4 +1,4 @@
-"""Attention by torch_npu's operators, with the arguments that the plan chooses.
+"""Computes attention with torch_npu's operators. plan.py chooses the operator and its arguments.
 
 The inference operators return lse, the log of the softmax's denominator. The training operators
 return a maximum and a sum for each row, from which lse is computed. The backward operators get lse
@@ -20,7 +20,7 @@ _kept: dict[torch.device, torch.Tensor] = {}
 
 
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
-    """Write out and lse."""
+    """Write `out` and `lse`."""
     plan = plan_of(q, k, v, extra, rule, "npu")
     q, out, lse = _owned(extra.cu_seqlens_q_cpu, (q,), (out, lse))
     k, v = _owned(extra.cu_seqlens_k_cpu, (k, v))
@@ -152,7 +152,10 @@ def _infer(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):
 
 
 def _lengths(plan: AttentionPlan, q, extra: Extra):
-    """Return the queries' ends, and the keys' ends or lengths; None if all tokens exist."""
+    """Return the queries' ends, and the keys' ends or lengths.
+
+    None for queries that are not packed, and for dense keys.
+    """
     queries = None
     if extra.cu_seqlens_q_cpu is not None:
         queries = _ends(extra.cu_seqlens_q_cpu)

@@ -84,7 +84,10 @@ class Rule(NamedTuple):
 
 
 def last_seen(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> int:
-    """Return n: query i attends to key j if j <= i + n. For dense sequences, no left window."""
+    """Return n, so that query i attends to the keys j <= i + n.
+
+    Valid for dense sequences without a left window.
+    """
     if rule.window_right < 0:
         return k.shape[2]
     return rule.window_right + (k.shape[2] - q.shape[2] if rule.bottom_right else 0)
@@ -178,7 +181,7 @@ def _in_normal_form(call):
 
 
 def keys_of(call) -> int:
-    """Return the maximum number of keys of a sequence; for packed sequences, of all together."""
+    """Return the maximum number of keys of a sequence; for packed sequences, the total number."""
     keys = call.k.shape[2]
     return keys if call.block_table is None else keys * call.block_table.shape[1]
 

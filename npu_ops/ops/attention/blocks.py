@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
 
 def forward(q, k, v, pairs: Pairs, rule: Rule, out, lse) -> None:
-    """Write out and lse (without sinks)."""
+    """Write `out` and `lse` (without sinks)."""
     _forward(q, k, v, pairs, rule, out, lse, _times)
     if not all_finite(out):
         _forward(q, k, v, pairs, rule, out, lse, _times_of_part)

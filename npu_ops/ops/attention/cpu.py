@@ -1,8 +1,8 @@
 """Attention on the CPU, by the fastest method that supports each sequence.
 
 Native code computes short sequences and decoding steps with a cache. torch's flash attention
-computes long sequences. Blocks of queries compute the rest. Memory is linear in tokens: nothing is
-padded, and no mask of all pairs is made.
+computes long sequences. blocks.py computes all other calls. Memory is linear in tokens: sequences
+are not padded, and no mask of all pairs is made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
-    """Write out and lse."""
+    """Write `out` and `lse`."""
     if decode.serves(q, extra, rule):
         decode.forward(q, k, v, extra, rule, out, lse)
     elif env.settings.consistent and decode.serves_each(q, extra, rule):
@@ -264,7 +264,7 @@ def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
 
 
 def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
-    """Write out and lse with flash attention.
+    """Write `out` and `lse` with flash attention.
 
     own: out is not a view, so its memory may be replaced.
     """

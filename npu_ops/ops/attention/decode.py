@@ -50,12 +50,12 @@ def serves_masked(q, extra: Extra, rule: Rule) -> bool:
 
 
 def forward(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
-    """Write out and lse. Index values must be checked before."""
+    """Write `out` and `lse`. Index values must be checked before."""
     _forward(q, k, v, extra.block_table, extra.seqlens_k, rule.scale, out, lse)
 
 
 def forward_each(q, k, v, rule: Rule, out, lse) -> None:
-    """Write out and lse of dense sequences, each query computed as in a decoding step."""
+    """Write `out` and `lse` of dense sequences, each query computed as in a decoding step."""
     queries, keys = q.shape[2], k.shape[2]
     seen = torch.arange(1, queries + 1, dtype=torch.int64, device=q.device) + last_seen(q, k, rule)
     seen.clamp_(0, keys)
@@ -67,7 +67,7 @@ def forward_each(q, k, v, rule: Rule, out, lse) -> None:
 
 
 def forward_masked(q, k, v, mask, rule: Rule, out, lse) -> None:
-    """Write out and lse. Each query is a decoding step over the keys that its mask selects."""
+    """Write `out` and `lse`. Each query is a decoding step over the keys that its mask selects."""
     queries, keys = q.shape[2], k.shape[2]
     for b, seen in enumerate(mask[:, 0].expand(q.shape[0], queries, keys)):
         cache = [x[b].transpose(0, 1).unsqueeze(2) for x in (k, v)]  # a block for each key

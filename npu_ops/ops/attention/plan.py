@@ -144,7 +144,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """An operator and its arguments.
+    """The operator that computes a call, and its arguments.
 
     operator: its name.
     runs: the implementation of `npu_ops.attention` that calls it.

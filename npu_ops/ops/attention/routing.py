@@ -23,7 +23,7 @@ _NEEDED = {
 def plan_of(
     q, k, v, extra: Extra, rule: Rule, device: str | None = None, lse_gradient: bool = False
 ) -> AttentionPlan:
-    """Return the plan of a call on a device type; None: q's."""
+    """Return the plan of a call on a device type. None: q's device type."""
     return plan_attention(spec_of(q, k, v, extra, rule, device or q.device.type, lse_gradient))
 
 

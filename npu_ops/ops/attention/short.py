@@ -55,7 +55,7 @@ def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
 
 
 def forward(q, k, v, rule: Rule, out, lse) -> None:
-    """Write out and lse."""
+    """Write `out` and `lse`."""
     _forward(*_given(q, k, v, rule), out, lse)
 
 

@@ -1,4 +1,4 @@
-"""The attention operators in order of preference, and their capabilities: the data of a plan.
+"""Lists the attention operators in order of preference, with their capabilities, for plan.py.
 
 The first operator that supports a call runs it. The facts are from torch_npu 2.13's schemas and the
 vendor's documents; a fact learnt from a bug names the bug. npu_prompt_flash_attention and
@@ -42,14 +42,14 @@ class Operator:
     """One way to compute attention.
 
     runs: the implementation that calls it, as in `npu_ops.explain`.
-    serves: "training" means that it has a backward.
+    serves: "training", i.e. it has a backward, and "inference".
     keys: supported keys: "dense"; "packed" by cu_seqlens; "padded", with a length per sequence;
     "paged".
     takes: supported options: bias, softcap, sinks, dropout, nonpositive_scale (0 or less), lse
     gradient. Sinks can be added afterwards if the operator returns the softmax's statistics.
     largest: largest head dimension.
     multiple_of: head dimensions are padded to a multiple of it.
-    one_dim: values must have the same head dimension.
+    one_dim: keys and values must have the same head dimension.
     dims: the (head, value) dimensions that packed queries may have; empty: any.
     lengths: "host" if they must be lists.
     captured: why a graph cannot capture it.

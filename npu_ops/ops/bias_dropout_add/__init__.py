@@ -62,7 +62,7 @@ def bias_dropout_add(
 
 
 def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generator=None):
-    """Check the public arguments; return the operator's."""
+    """Check the arguments; return x, bias, residual, whether to drop elements, p and dtype."""
     check.floating("x", x)
     check.floating("residual", residual)
     if x.dim() == 0:

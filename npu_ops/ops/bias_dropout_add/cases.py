@@ -15,7 +15,7 @@ from npu_ops.core.models import Model
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
 TOLERANCES = tolerances((2e-15, 1e-14), (1e-7, 3e-7), (3e-4, 6e-4), (2.5e-3, 5e-3))
 # The gradient of a [h] bias is a sum over rows in fp32, then rounded to the dtype. With few
-# elements, its error ratio is that of the worst rounding, not an average.
+# elements, the worst rounding dominates the error ratio.
 SUM_TOLERANCES = tolerances((2e-15, 1e-14), (5e-7, 1e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 HIDDEN_SIZES = {

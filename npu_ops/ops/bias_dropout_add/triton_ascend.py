@@ -1,6 +1,6 @@
-"""Shared by bias_dropout_add and attention, which uses `draw`: kernels in Triton.
+"""Shared by bias_dropout_add and attention: the kernels of bias_dropout_add in Triton.
 
-For Ascend and NVIDIA. Reference: reference.py
+For Ascend and NVIDIA. Reference: reference.py. Attention's dropout uses only `draw`.
 
 A row is cut into 8 lanes (npu_ops/core/rng.py). A program loops over tiles of BR rows by BJ columns
 of a lane. It computes four Philox words per element of the tile, which serve the same tile of all
@@ -16,7 +16,7 @@ import triton.language as tl
 from npu_ops.core import rng
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 
-# Elements of a tile, from the on-chip bytes per element that the vendor's compiler plans (fp32,
+# Elements of a tile, from the on-chip bytes per element that the vendor's compiler reserves (fp32,
 # with a drawn mask).
 TILE = tile_elements(96)
 WIDEST = 512  # columns: 1 KiB of contiguous bf16 is enough for efficient transfers

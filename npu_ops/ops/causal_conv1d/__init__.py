@@ -51,9 +51,10 @@ def causal_conv1d(
         cp_group: process group whose ranks share the tokens; every rank must call this function and
             run its backward. cu_seqlens then describes the whole sequences, the same on every rank.
             Excludes initial_state. Final states are those after this rank's part.
-        cp_layout: "contiguous": each rank has one span of all tokens, of any length, in the order
-            of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence is cut into
-            2 n equal chunks; rank r has chunks r and 2 n - 1 - r of each, one after the other.
+        cp_layout: "contiguous": each rank has one contiguous part of all tokens, of any length, in
+            the order of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence
+            is cut into 2 n equal chunks; rank r has chunks r and 2 n - 1 - r of each, one after the
+            other.
         conv_state: a server's pool of states, used in place of initial and final states: `[slots,
             D, L]` of any floating dtype, L at least W - 1. The first W - 1 columns of a slot are
             the rows before its sequence, as in `causal_conv1d_update`; they are overwritten with
@@ -121,7 +122,7 @@ def _prepare(
     activation=None, cu_seqlens=None, cp_group=None, cp_layout="contiguous", conv_state=None,
     conv_state_indices=None, has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's, without the states of a pool."""
+    """Check the public arguments; return the operator's inputs, without the states of a pool."""
     spans.check(cp_group, cp_layout, initial_state, cu_seqlens)
     shared = cp_group is not None
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, shared)

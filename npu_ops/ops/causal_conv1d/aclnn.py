@@ -1,4 +1,4 @@
-"""The causal convolution by torch_npu's `npu_masked_causal_conv1d`, forward, on an Ascend 950.
+"""Computes causal_conv1d's forward with torch_npu's `npu_masked_causal_conv1d` on an Ascend950.
 
 Its limits are from torch_npu's documentation. The operator has three taps. Gated Delta Net's
 filters have four, so only other models use it. PyTorch then applies bias, activation and residual.

@@ -1,4 +1,4 @@
-"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: checks of arguments."""
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: checks their arguments."""
 
 from __future__ import annotations
 

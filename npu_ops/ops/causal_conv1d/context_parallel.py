@@ -11,10 +11,10 @@ from npu_ops.core.collective import all_gather
 
 
 def initial_state(x, width: int, group):
-    """Return the state `[B, D, W]` before this rank's span: the last W tokens of earlier ranks.
+    """Return the state `[B, D, W]` before this rank's tokens: the last W tokens of earlier ranks.
 
-    A span may be shorter than W, so the tails of all ranks are combined. Every rank of `group` must
-    call this function and run its backward.
+    A rank may have fewer than W tokens, so the last tokens of all ranks are combined. Every rank of
+    `group` must call this function and run its backward.
     """
     length = x.shape[1]
     kept = min(length, width)

@@ -1,4 +1,4 @@
-"""The causal convolution by fla_npu's `npu_causal_conv1d`, forward.
+"""Computes causal_conv1d's forward with fla_npu's `npu_causal_conv1d`.
 
 Its limits are from fla_npu's documentation of August 2026. This module was only ever tested with a
 test double. It does not support packed sequences: fla_npu's operator takes their starts on the

@@ -1,4 +1,7 @@
-"""Shared by causal_conv1d and causal_conv1d_qkv: states, gradients, and calls without tokens."""
+"""Shared by causal_conv1d and causal_conv1d_qkv: allocates their states and gradients.
+
+Also writes the results of calls without tokens.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def no_tokens(arguments) -> None:
 def no_tokens_backward(arguments) -> None:
     """Write the gradients of a call without tokens.
 
-    Those of weight and bias are 0. That of the initial state is the final state's gradient.
+    The gradients of weight and bias are 0. The gradient of the initial state is the final state's.
     """
     given, starts = arguments.grad_final_state, arguments.cu_seqlens
     lengths.pass_through(None, arguments.grad_weight, None)

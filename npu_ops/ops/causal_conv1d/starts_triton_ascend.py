@@ -1,4 +1,4 @@
-"""Shared by the kernels of causal_conv1d for narrow and wide filters: finds a token's sequence."""
+"""Shared by causal_conv1d's kernels for narrow and wide filters: finds the sequence of a token."""
 
 from __future__ import annotations
 

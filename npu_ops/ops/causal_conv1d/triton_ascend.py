@@ -1,4 +1,4 @@
-"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: kernels in Triton.
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: convolution in Triton.
 
 For Ascend and NVIDIA. Reference: reference.py
 
@@ -243,9 +243,9 @@ def convolve_channels_backward(
 
     Each piece also writes its share of the gradients of taps and bias to `sums`.
 
-    Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to
-    p + W - 1, so the loop writes it at row t = p + W - 1. The loop therefore ends W - 1 rows behind
-    the piece. At the start of a sequence, the first W - 1 rows p are rows of the state.
+    Let g be the gradient of the convolution's output. The gradient of row p needs g of the rows p
+    to p + W - 1, so the loop writes it at row t = p + W - 1. The loop therefore ends W - 1 rows
+    behind the piece. At the start of a sequence, the first W - 1 rows p are rows of the state.
     """
     blocks = tl.cdiv(right - left, STEP)
     items = batch * tl.cdiv(length, chunk) * blocks
@@ -269,8 +269,8 @@ def convolve_channels_backward(
                 state_at = state + tl.cast(n, tl.int64) * state_n
             x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, edge, x_t, state_w, W,
                                       state is not None)  # fmt: skip
-            # Three separate zeros: if these names began as one value, Triton 3.6 would take those
-            # that the loop only passes on for loop invariants.
+            # Create three separate zeros. If the names shared one value, Triton 3.6 would treat
+            # those that the loop only passes on as loop invariants.
             g1, g2 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
             g3 = tl.zeros((BD,), tl.float32)
             walk_end = tl.where(begin < end, end + W - 1, begin)

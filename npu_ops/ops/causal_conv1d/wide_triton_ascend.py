@@ -252,7 +252,7 @@ def backward(
     call: Call, grad_y, grad_final_state, x, taps, bias, initial_state, silu, grad_x,
     grad_initial_state, strides,
 ):  # fmt: skip
-    """Write the gradient of x, and that of the initial state but for its first column.
+    """Write the gradients of x and of the initial state, except the state's first column.
 
     Return the sums for the gradients of bias and taps, `[pieces, W + 1, D]`, see `_sums_kernel`.
     """

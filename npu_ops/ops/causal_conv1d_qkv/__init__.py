@@ -1,4 +1,4 @@
-"""Convolution, SiLU, split and l2norm before Gated Delta Net's delta rule, in one pass."""
+"""Fuses the convolution, SiLU, split and l2norm that precede Gated Delta Net's delta rule."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _prepare(
     x, weight, bias=None, *, num_k_heads, num_v_heads, head_k_dim, head_v_dim, initial_state=None,
     output_final_state=False, activation="silu", cu_seqlens=None, eps=1e-6, use_qk_l2norm=True,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     heads = [num_k_heads, num_v_heads, head_k_dim, head_v_dim]
     _check(x, weight, bias, initial_state, activation, cu_seqlens, eps, *heads)
     eps = float(eps) if use_qk_l2norm else None

@@ -1,4 +1,4 @@
-"""The convolution's decoding step in a server: a few tokens per sequence, states in a pool."""
+"""Runs causal_conv1d's decoding step in a server: a few tokens per sequence, states in a pool."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _prepare(
     num_accepted_tokens=None, query_start_loc=None, *, pad_slot_id=-1,
     intermediate_conv_window=None, intermediate_state_indices=None, disable_state_update=False,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     rows, batch = _tokens(x, query_start_loc)
     arguments.check_filter(weight, bias, activation, x)
     check.floating("conv_state", conv_state)

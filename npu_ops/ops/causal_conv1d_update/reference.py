@@ -106,7 +106,7 @@ def _keep_windows(window, window_indices, good, rows_at, tokens, width):
 
 
 def _without_bad(y, good, skipped, begins, ends):
-    """Set y to 0 for skipped sequences and unowned tokens, else to NaN if not `good`."""
+    """Set y to 0 for skipped sequences and tokens after the last, else to NaN if not `good`."""
     token = make.counted(y.shape[0] * y.shape[1], device=y.device)
     sequence = torch.searchsorted(begins, token, right=True) - 1
     zero = skipped[sequence] | (token >= ends[sequence])

@@ -49,8 +49,8 @@ def _causal_conv1d_update_kernel(
 ):  # fmt: skip
     """Update states and outputs of every sequence.
 
-    An extra sequence behind the packed ones stands for the unowned tokens; if starts are invalid,
-    for all tokens. The outputs of packed tokens are zeros before the launch.
+    An extra sequence behind the packed ones stands for the tokens that belong to no sequence; if
+    starts are invalid, for all tokens. The outputs of packed tokens are zeros before the launch.
     """
     if not APART:  # a constant, so that rows are loaded and stored contiguously
         state_d, window_d = 1, 1

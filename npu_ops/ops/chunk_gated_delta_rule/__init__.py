@@ -77,9 +77,9 @@ def chunk_gated_delta_rule(
         cp_group: process group whose ranks share the tokens. Every rank must call this function and
             run the backward. cu_seqlens then describes the whole sequences, the same on every rank.
             Excludes initial_state. Final states are those after this rank's part.
-        cp_layout: "contiguous": each rank has one span of all tokens, of any length, in the order
-            of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence is cut into
-            2 n equal chunks; rank r has chunks r and 2 n - 1 - r of each, one after the other.
+        cp_layout: "contiguous": each rank has one contiguous part of all tokens, of any length, in
+            the order of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence
+            is cut into 2 n equal chunks; rank r has chunks r and 2 n - 1 - r of each, in order.
             Zigzag sends a state and a K by K matrix for each sequence; contiguous sends them for
             one sequence.
         return_intermediate_states: also return the state before each chunk, which a server caches

@@ -1,4 +1,4 @@
-"""The forward of the chunked gated delta rule by torch_npu's `npu_chunk_gated_delta_rule`.
+"""Computes chunk_gated_delta_rule's forward with torch_npu's `npu_chunk_gated_delta_rule`.
 
 Its limits are from torch_npu's documentation. The operator keeps beta and states in bf16. The
 states of `chunk_gated_delta_rule` are fp32, so calls with states do not use the operator.

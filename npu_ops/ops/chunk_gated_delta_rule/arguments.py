@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: argument checks.
+"""Shared by chunk_gated_delta_rule and chunk_kda: checks arguments, and defines chunk sizes.
 
 `call` is a NamedTuple of a public function's arguments.
 """

@@ -94,7 +94,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# New sequences whose final states carry their unfinished chunk.
+# Arguments for new sequences whose final states carry their unfinished chunk.
 CARRIED = {"carry_unfinished": True, "state_v_first": True, "chunk_size": 64,
            "initial_state": None}  # fmt: skip
 

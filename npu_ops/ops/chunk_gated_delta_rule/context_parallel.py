@@ -6,9 +6,9 @@ their final state if the initial state is the identity and v is 0. All ranks com
 h at the same time, then gather the maps of all ranks. Each rank composes the maps of earlier ranks
 into its initial state. Autograd differentiates these steps.
 
-If packed sequences are split into contiguous spans, only the sequence at the end of a span
-continues on the next rank. So a rank sends one M and one h. In zigzag each sequence has two chunks
-on each rank, so a rank sends two M and two h per sequence.
+In the contiguous layout, a rank holds one contiguous part of the packed tokens. Only the sequence
+at the end of this part continues on the next rank, so a rank sends one M and one h. In the zigzag
+layout each sequence has two chunks on each rank, so a rank sends two M and two h per sequence.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def continued(inputs, group, layout: str):
 
 
 def _packed(inputs, group):
-    """Return the inputs for one span of packed sequences.
+    """Return the inputs for this rank's contiguous part of packed sequences.
 
-    Only a sequence that began on an earlier rank has an initial state; the others begin in the
-    span.
+    Only a sequence that began on an earlier rank has an initial state; the others begin on this
+    rank.
     """
     span = spans.contiguous(inputs.cu_seqlens, inputs.v.shape[1], group)
     leaving = span.leaving[None, :, None]
@@ -96,7 +96,7 @@ def _with_state(inputs, state):
 
 
 def _compose(kept, added, passes=None):
-    """Compose the maps of parts (spans, or zigzag chunks) into the state before each part.
+    """Compose the maps of parts (one per rank, or zigzag chunks) into the state before each part.
 
     Every rank computes all states, so that the collectives in the backward match on all ranks.
 

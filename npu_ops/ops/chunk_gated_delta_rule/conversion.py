@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: convert a checked call for the operator."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: converts a checked call for the operator."""
 
 from __future__ import annotations
 

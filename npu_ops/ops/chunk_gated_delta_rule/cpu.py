@@ -1,4 +1,4 @@
-"""The chunked gated delta rule on the CPU: torch's operators, and native code for the gates.
+"""Computes chunk_gated_delta_rule on the CPU with torch's operators, and native code for the gates.
 
 It processes one sequence and one chunk at a time, with all heads at once, so that a chunk's data
 stays in the cache. It computes in fp32, because CPUs without matrix units are slower in bf16.
@@ -58,7 +58,10 @@ def _add_each(total, a, b):
 
 
 class _Chunk:
-    """The tokens `span` of sequence b: decays, N (`solved`) and O (`o`), from the state before."""
+    """One chunk, the tokens `span` of sequence b: its decays, N (`solved`) and O (`o`).
+
+    state: the state before the chunk.
+    """
 
     def __init__(self, x: Inputs, scratch, b, span, state, *, queries=True):
         self.count = count = span.stop - span.start

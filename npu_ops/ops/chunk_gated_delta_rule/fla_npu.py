@@ -1,4 +1,4 @@
-"""The forward of the chunked gated delta rule by six of fla_npu's operators, one after another.
+"""Computes chunk_gated_delta_rule's forward with six of fla_npu's operators, one after another.
 
 The operators' limits are from fla_npu's documentation of August 2026; only test doubles of the
 operators were ever called. In these operators, heads come before tokens, and chunks have 64 tokens.

@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: limits of their Triton kernels."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: checks whether Triton kernels support a call."""
 
 from __future__ import annotations
 

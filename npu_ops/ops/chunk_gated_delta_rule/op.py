@@ -19,7 +19,8 @@ _INPUTS = (
 def _triton_keeps_no_states(arguments) -> str | None:
     """Return why Triton cannot return the states before all chunks, or None.
 
-    On Ascend950, its kernels compute chunks of at least 32 tokens, and store no state within one.
+    Chunks need 32 tokens or more on every device: on Ascend950 the kernels compute chunks of at
+    least 32 tokens, and store no state within a chunk.
     """
     if arguments.chunk_size < 32:
         return f"it returns states of chunks of 32 tokens or more, not {arguments.chunk_size}"

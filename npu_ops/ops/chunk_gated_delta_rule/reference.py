@@ -1,6 +1,6 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: their reference, the recurrence.
 
-For every chunk_size, they call the reference of `fused_recurrent_gated_delta_rule`. In
+For every chunk_size, both ops call the reference of `fused_recurrent_gated_delta_rule`. In
 `chunk_gated_delta_rule` one decay per token and head applies to the whole state.
 """
 

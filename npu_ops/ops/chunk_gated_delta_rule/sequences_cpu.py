@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: loop over the chunks of sequences on the CPU.
+"""Shared by chunk_gated_delta_rule and chunk_kda: loops over the chunks of sequences on the CPU.
 
 The loop processes one sequence and one chunk at a time, with all heads at once. Each rule passes
 its own class `Chunk`:

@@ -1,7 +1,7 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, for chunk_size 1.
+"""Shared by chunk_gated_delta_rule and chunk_kda: runs calls with chunk_size 1 token by token.
 
-`forward` serves chunk_gated_delta_rule and runs the decoding step's kernel. So a token gets the
-same bits in a whole prompt, in a part of a prompt, and in a decoding step.
+Only chunk_gated_delta_rule uses `forward`, which runs the decoding step's kernel. So a token gets
+the same bits in a whole prompt, in a part of a prompt, and in a decoding step.
 """
 
 from __future__ import annotations

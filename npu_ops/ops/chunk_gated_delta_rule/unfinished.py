@@ -95,7 +95,7 @@ class _Layout:
         old = torch.where(place < count[:, None], begins[:-1, None] + place, rows)
         token = make.counted(tokens, device=device)
         sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-        known = sequence.clamp(max=sequences - 1)  # unowned tokens follow the last sequence
+        known = sequence.clamp(max=sequences - 1)  # later tokens are placed after the last sequence
         new = token - starts[known] + begins[known] + count[known]
         return cls(begins, *(x.clamp(0, rows) for x in (old, new)), rows)
 
@@ -111,7 +111,7 @@ class _Layout:
 def forward(inputs):
     """Return o and the carried states after the tokens, from the operator's inputs.
 
-    The inputs are those of `op.prefill`. inputs.initial_state: carried, or None.
+    inputs: `op.forward.Inputs`, whose initial_state holds carried states, or is None.
     """
     x = inputs
     tokens = tuple(t.flatten(0, 1) for t in (x.q, x.k, x.v, x.g, x.beta))

@@ -44,7 +44,7 @@ def chunk_kda(
     For every value head, with a state S of K keys by V values, token by token:
     `S = diag(exp(g)) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Matrix products
     compute a chunk of tokens at a time; the state is fp32. Only the inputs are saved for the
-    backward, which recomputes the rest. With g <= 0 no exp overflows: all arguments are <= 0.
+    backward, which recomputes the rest. With g <= 0 no exp overflows: all exponents are <= 0.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
@@ -62,8 +62,8 @@ def chunk_kda(
         safe_gate: fla's hint that gates are bounded. Kernels here need no bound.
         lower_bound: below 0, only for `use_gate_in_kernel`; None selects the softplus gate.
         state_v_first: states are `[N, HV, V, K]`.
-        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
-            as in `chunk_gated_delta_rule`.
+        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences, then the end of
+            the last, as in `chunk_gated_delta_rule`.
         cu_seqlens_cpu: fla's launch argument; ignored.
         A_log: `[HV]`, only for `use_gate_in_kernel`; with lower_bound it may be None, which is 0.
         dt_bias: `[HV * K]`, only for `use_gate_in_kernel`; None is 0.

@@ -73,7 +73,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Raw gates; and raw gates with a lower bound.
+# Arguments that select raw gates: without, and with a lower bound.
 GATED = {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(64)}
 BOUNDED = GATED | {"lower_bound": -5.0}
 

@@ -52,7 +52,10 @@ def _levels(sums):
 
 
 class _Chunk:
-    """The tokens `span` of sequence b: decays, N (`written`) and O (`o`), from the state before."""
+    """One chunk, the tokens `span` of sequence b: its decays, N (`written`) and O (`o`).
+
+    state: the state before the chunk.
+    """
 
     def __init__(self, x: Inputs, scratch, b, span, state, *, queries=True):
         heads, count = x.q.shape[2], span.stop - span.start

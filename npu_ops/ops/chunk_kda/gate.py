@@ -1,4 +1,4 @@
-"""The gate of Kimi Delta Attention: the log decay of each key channel, from raw gates."""
+"""Computes the log decay of each key channel from raw gates, for Kimi Delta Attention."""
 
 from __future__ import annotations
 

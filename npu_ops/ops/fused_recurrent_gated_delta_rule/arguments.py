@@ -1,6 +1,7 @@
-"""Shared by all gated delta rules: argument checks.
+"""Shared by all gated delta rules: checks arguments, and defines the largest K and V.
 
-`call` is a NamedTuple of a public function's arguments.
+gated_delta_rule_update uses only `MAX_DIM`. `call` is a NamedTuple of a public function's
+arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def check_call(call) -> None:
 
 
 def check_common(call, more_rows=None, bias_by_key: bool = False) -> None:
-    """Check the arguments that all functions share, except the shapes of gates and beta.
+    """Check the arguments that the three functions share, except the shapes of gates and beta.
 
     more_rows: None, or a function of K and V that returns the extra rows of a carried state.
     bias_by_key: whether dt_bias has an element for each key of a value head.

@@ -1,7 +1,7 @@
 """Shared by all gated delta rules: their reference.
 
-Plain PyTorch, one token after another, in fp32 (fp64 for fp64 inputs). Reads `cu_seqlens` on the
-host.
+It processes one token after another in plain PyTorch, in fp32 (fp64 for fp64 inputs). It reads
+`cu_seqlens` on the host.
 """
 
 from __future__ import annotations

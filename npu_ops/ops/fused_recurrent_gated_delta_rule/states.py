@@ -1,6 +1,7 @@
 """Shared by fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda: states.
 
-A state belongs to a sequence and a value head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
+This module allocates states, and writes them in calls without tokens. A state belongs to a sequence
+and a value head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def check_starts(arguments) -> None:
 
 
 def pass_on(arguments) -> None:
-    """Write the final states of sequences without tokens: their initial states."""
+    """Write the final states of a call without tokens: the initial states."""
     given = arguments.initial_state
     lengths.pass_through(given, arguments.final_state, arguments.cu_seqlens)
 
 
 def pass_gradients_back(arguments) -> None:
-    """Write the gradients of the initial states of sequences without tokens."""
+    """Write the gradients of the initial states of a call without tokens."""
     given = arguments.grad_final_state
     lengths.pass_through(given, arguments.grad_initial_state, arguments.cu_seqlens)

@@ -1,4 +1,4 @@
-"""Gated Delta Net's decoding step in a server: all work after the convolution, in one launch."""
+"""Runs Gated Delta Net's decoding step in a server: all after the convolution, in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated Delta Net's decoding step by torch_npu's `npu_recurrent_gated_delta_rule`.
+"""Runs gated_delta_rule_update with torch_npu's `npu_recurrent_gated_delta_rule`.
 
 Its limits are from torch_npu's documentation. The operator does not support slot -1, and looking
 for a -1 on the host would wait for the device. So the operator gets copies of the pool's states,

@@ -1,4 +1,4 @@
-"""Arguments of gated_delta_rule_update: splitting qkv into views, and all checks."""
+"""Splits qkv into views, and checks all arguments of gated_delta_rule_update."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _check_range(name, x, low, high) -> None:
 
 
 def _check_once(name, places) -> None:
-    """Check that no two sequences use the same place; -1 stands for no place."""
+    """Check that no two sequences use the same slot or row; -1 stands for none."""
     seen = set()
     for row in places.tolist():
         own = {place for place in (row if isinstance(row, list) else [row]) if place >= 0}

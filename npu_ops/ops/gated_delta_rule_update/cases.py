@@ -186,7 +186,7 @@ CALLS = [
 
 
 def _split(*parts):
-    """Return a change that passes q, k and v separately, each zeros of a shape."""
+    """Return a change that passes q, k and v separately, each made by a function of `parts`."""
     return lambda right: tuple(part(right) for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""Gated Delta Net's decoding step by fla_npu's `npu_recurrent_gated_delta_rule`.
+"""Runs gated_delta_rule_update with fla_npu's `npu_recurrent_gated_delta_rule`.
 
 It works as in `aclnn.py`, but the first of the operator's lengths is the number of tokens in no
 sequence, here 0. Its limits are from fla_npu's documentation of August 2026; only a test double of

@@ -1,6 +1,6 @@
-"""Shared by gated_delta_rule_update and chunk_gated_delta_rule: the decoding step in Triton.
+"""Shared by gated_delta_rule_update and chunk_gated_delta_rule: runs the decoding step in Triton.
 
-For Ascend and NVIDIA. Reference: reference.py
+For Ascend and NVIDIA. Reference: reference.py. chunk_gated_delta_rule runs it for chunk_size 1.
 
 A program loads the state of BV value columns of one head, loops over the sequence's few tokens, and
 stores the state. It uses only vector instructions, and reads and writes each state once.

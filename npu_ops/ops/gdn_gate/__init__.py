@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net: the decay of the state and the size of its update."""
+"""Computes the gates of Gated Delta Net: the decay of the state and the size of its update."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _prepare(
     a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False, softplus_beta=1.0,
     softplus_threshold=20.0,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     check.floating("a", a)
     if a.dim() == 0:
         raise check.shape("a", a, "at least one dimension")

@@ -34,7 +34,7 @@ def _outputs(inputs):
 
 
 def _gradients(inputs):
-    """Allocate the gradients; those of A_log and dt_bias, sums over rows, in fp32 or fp64."""
+    """Allocate the gradients. A_log's and dt_bias's are sums over rows, so in fp32 or fp64."""
     wide = reference.g_dtype(inputs.a, inputs.A_log, inputs.dt_bias)
     sums = dense_like(inputs.A_log, wide), dense_like(inputs.A_log, wide)
     return dense_like(inputs.a), *sums, dense_like(inputs.b)

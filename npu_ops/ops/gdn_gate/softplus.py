@@ -1,4 +1,4 @@
-"""Shared by gdn_gate and gated_delta_rule_update: a softplus of any beta and threshold."""
+"""Shared by gdn_gate and gated_delta_rule_update: computes softplus of any beta and threshold."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _STRAIGHT = 17.0
 def rate_of(A_log, x, beta: float, threshold: float):
     """Return root, slope and plus: `exp(A_log) softplus(x)` is `root * plus * root`.
 
-    Its derivative is `root * slope * root`. softplus is x if `beta x` is above the threshold, else
-    `log(1 + exp(beta x)) / beta`. exp(A_log) or softplus may overflow or underflow even if their
-    product does not. So for `beta x` below -40, where softplus is `exp(beta x) / beta` even in
-    fp64, root includes `exp(beta x + 40)`, and plus only the rest. Above 40, softplus is its
-    argument: exp could overflow.
+    The derivative by x is `root * slope * root`. softplus is x if `beta x` is above the threshold,
+    else `log(1 + exp(beta x)) / beta`. exp(A_log) or softplus may overflow or underflow even if
+    their product does not. So for `beta x` below -40, where softplus is `exp(beta x) / beta` even
+    in fp64, root includes `exp(beta x + 40)`, and plus only the rest. For `beta x` above 40,
+    softplus is x: exp could overflow.
     """
     bent = beta * x
     far = bent < -40

@@ -1,8 +1,8 @@
-"""Shared by gdn_gate and gated_delta_rule_update: gates in Triton, for Ascend and NVIDIA.
+"""Shared by gdn_gate and gated_delta_rule_update: computes gates in Triton.
 
-Reference: reference.py
+For Ascend and NVIDIA. Reference: reference.py
 
-A program loops over tiles of BT tokens by BH heads.
+A program loops over tiles of BT tokens by BH heads. gated_delta_rule_update uses only `rate_of`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from npu_ops.ops.gdn_gate.softplus import is_plain
 # Elements per tile. Argument: on-chip bytes that the vendor's compiler reserves per fp32 element.
 TILE = tile_elements(96)
 WIDEST = 512  # maximum number of heads in a tile
-NARROWEST = 16  # minimum: narrower rows are not worth a vector instruction
+NARROWEST = 16  # minimum: narrower rows would waste most of a vector instruction
 # Maximum number of pieces into which the rows are cut to sum over them.
 PIECES = 48
 
@@ -45,7 +45,7 @@ def _sigmoid_and_softplus(x):
 def rate_of(x, A_log, beta, threshold, PLAIN: tl.constexpr):
     """Return root, slope and plus: exp(A_log) softplus(x) is root * plus * root.
 
-    Its derivative is root * slope * root. softplus(x) is log(1 + exp(beta x)) / beta, or x if
+    The derivative by x is root * slope * root. softplus(x) is log(1 + exp(beta x)) / beta, or x if
     beta x is above the threshold. exp(A_log) or softplus may overflow or underflow even if their
     product does not. So for beta x below -17, where softplus is exp(beta x) / beta in fp32, root
     includes exp(beta x + 17), and plus only the rest.

@@ -38,7 +38,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
 
 
 def _prepare(x, weight, offs):
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     check.floating("x", x)
     if x.dim() != 2:
         raise check.shape("x", x, "[T, K]")

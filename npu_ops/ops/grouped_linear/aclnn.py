@@ -1,4 +1,4 @@
-"""grouped_linear by torch_npu's `npu_grouped_matmul`, forward and backward.
+"""Computes grouped_linear with torch_npu's `npu_grouped_matmul`, forward and backward.
 
 Its limits are from torch_npu's documentation. The operator does not write the rows after the last
 group.

@@ -19,7 +19,7 @@ class Case:
     """x `[tokens, depth]`, of which `behind` rows are in no group; weight `[groups, columns,
     depth]`.
 
-    The first group is empty if there is more than one; the others are of different sizes.
+    The first group is empty if there is more than one; the others have random sizes.
     """
 
     name: str

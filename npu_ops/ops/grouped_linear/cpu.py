@@ -1,4 +1,4 @@
-"""grouped_linear as one `linear` for each group. GPUs and NPUs also use its gradients."""
+"""Computes grouped_linear with one `linear` per group. triton_ascend.py also uses the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where groups of rows begin and end, and the rows that are in no group."""
+"""Finds where groups of rows begin and end, and overwrites the rows that are in no group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """grouped_linear in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Tile sizes and the order of sums are those of `linear`, so a row has the same bits. The tiles of all
-groups are numbered in order. Program p of n reads the ends of all groups, and computes tiles p, p +
-n, ...
+Tile sizes and the order of sums are as in `linear`, so a row has the same bits as there. The tiles
+of all groups are numbered in order. Program p of n reads the ends of all groups, and computes tiles
+p, p + n, ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""l2norm: the normalization of queries and keys in Gated Delta Net."""
+"""l2norm: normalizes queries and keys, as in Gated Delta Net."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def l2norm(
 
 
 def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     check.floating("x", x)
     if x.dim() == 0:
         raise check.shape("x", x, "at least one dimension")

@@ -1,5 +1,7 @@
-"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update: l2norm's
-reference."""
+"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update.
+
+Reference of l2norm, in plain PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by l2norm, causal_conv1d, chunk_gated_delta_rule and chunk_kda: kernels in Triton.
+"""Shared by l2norm, causal_conv1d, chunk_gated_delta_rule and chunk_kda: l2norm in Triton.
 
 For Ascend and NVIDIA. Reference: reference.py
 

@@ -16,8 +16,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     PyTorch's and the vendor's products choose the order of summation by the number of rows, so a
     decoded token gets other bits than in training. Here each element is one sum in a fixed order,
-    in fp32, rounded once. With `NPU_OPS_CONSISTENT` this function replaces PyTorch's products with
-    a matrix in the process (docs/invariance.md), except in gradients.
+    in fp32, rounded once. With `NPU_OPS_CONSISTENT` PyTorch's own products by a matrix call this
+    function (docs/invariance.md), except in gradients.
 
     Args:
         x: `[.., K]`, float32, bfloat16, float16 or float64.
@@ -38,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _prepare(x, weight, bias=None):
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     check.floating("x", x)
     if x.dim() == 0:
         raise check.shape("x", x, "at least one dimension")

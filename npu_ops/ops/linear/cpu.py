@@ -1,4 +1,4 @@
-"""Gradients of linear on every device, by PyTorch's products, whose bits may vary."""
+"""Computes linear's gradients on every device with PyTorch's products, whose bits may vary."""
 
 from __future__ import annotations
 

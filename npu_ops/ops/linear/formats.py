@@ -1,4 +1,4 @@
-"""Shared by linear and grouped_linear: reject the vendor's formats that do not store rows."""
+"""Shared by linear and grouped_linear: rejects the vendor's formats that do not store rows."""
 
 from __future__ import annotations
 

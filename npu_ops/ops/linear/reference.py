@@ -1,4 +1,4 @@
-"""Shared by linear and grouped_linear: linear's reference. x and gradients are 2-D."""
+"""Shared by linear and grouped_linear: the reference of linear. x and gradients are 2-D."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Shared by linear and grouped_linear: products in Triton. Reference: reference.py
+"""Shared by linear and grouped_linear: linear in Triton. Reference: reference.py
 
 A program computes tiles of BM rows by BN columns, each a sum over K in ascending steps of BK. Tile
-sizes and the order of each sum do not depend on the number of rows.
+sizes and the order of each sum do not depend on the number of rows. grouped_linear uses `product`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Multimodal rotary position embedding: angles from a token's time, height and width."""
+"""Multimodal rotary embedding: rotates q and k by angles of a token's time, height and width."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _prepare(
     q, k, cos, sin, mrope_section, unsqueeze_dim=1, *, section_layout, layout=None,
     pair_layout="half", rotary_dim=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
     _check(q, k, cos, sin, layout, pair_layout, inplace)
     rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
@@ -141,7 +141,7 @@ def _prepare_cached(
     positions, q, k, cos_sin_cache, mrope_section, section_layout, pair_layout="half",
     rotary_dim=None, *, head_dim=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     q = _split_heads("q", q, head_dim)
     k = None if k is None else _split_heads("k", k, head_dim)
     _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace)

@@ -1,4 +1,4 @@
-"""Multimodal rotation by torch_npu's `npu_mrope`, for servers: cos and sin come from one cache.
+"""Runs mrope with torch_npu's `npu_mrope`, for servers: cos and sin come from one cache.
 
 Its limits are from torch_npu's documentation. Positions on a device are not checked. For a position
 outside the cache this operator reads memory outside the cache; npu-ops's own kernels return NaN.

@@ -1,4 +1,4 @@
-"""Shared by mrope and qk_norm_rope: mrope's reference, and the axis that owns each frequency."""
+"""Shared by mrope and qk_norm_rope: the reference of mrope, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by mrope and qk_norm_rope: check which frequencies belong to T, H and W."""
+"""Shared by mrope and qk_norm_rope: checks how many frequencies belong to T, H and W."""
 
 from __future__ import annotations
 

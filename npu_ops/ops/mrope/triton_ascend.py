@@ -2,8 +2,8 @@
 
 Reference: reference.py
 
-It works as in rope/triton_ascend.py, but a tile's coefficients are merged on chip from the table
-rows of three axes, T, H and W.
+The kernel works as in rope/triton_ascend.py, but it merges a tile's coefficients on chip from the
+table rows of three axes, T, H and W. qk_norm_rope uses `load_merged` and `load_axis`.
 """
 
 from __future__ import annotations

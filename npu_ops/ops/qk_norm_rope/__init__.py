@@ -1,4 +1,4 @@
-"""The steps before attention in Qwen3: split of the projection, norm of q and k heads, rotation."""
+"""Fuses the steps before attention in Qwen3: split of the projection, norm of heads, rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the public arguments and convert them to the operator's."""
+"""Checks the public arguments and converts them to the operator's inputs."""
 
 from __future__ import annotations
 

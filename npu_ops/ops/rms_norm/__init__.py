@@ -1,4 +1,4 @@
-"""RMSNorm, with or without a preceding addition."""
+"""Computes RMSNorm, with or without a preceding addition of a residual."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def add_rms_norm(
 
 
 def _prepare(x, weight, eps=1e-6, *, zero_centered=False):
-    """Check the arguments of `rms_norm`; return the operator's."""
+    """Check the arguments of `rms_norm`; return the operator's inputs."""
     check.rows(x, weight)
     check.epsilon("eps", eps)
     return x, weight, float(eps), bool(zero_centered)
 
 
 def _prepare_add(x, residual, weight, eps=1e-6, *, zero_centered=False):
-    """Check the arguments of `add_rms_norm`; return the operator's."""
+    """Check the arguments of `add_rms_norm`; return the operator's inputs."""
     x, *settings = _prepare(x, weight, eps, zero_centered=zero_centered)
     check.like_x("residual", residual, x)
     check.same_dtype("residual", residual, "x", x)

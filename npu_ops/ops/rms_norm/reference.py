@@ -1,6 +1,6 @@
 """Reference of rms_norm and add_rms_norm, in plain PyTorch: fp32, or fp64 with an fp64 input.
 
-The norm itself comes from `rms_norm_gated`.
+The reciprocal RMS comes from the reference of `rms_norm_gated`.
 """
 
 from __future__ import annotations

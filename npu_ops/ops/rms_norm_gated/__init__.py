@@ -1,4 +1,4 @@
-"""Gated RMSNorm, which follows the delta rule in Gated Delta Net."""
+"""Computes the gated RMSNorm that follows the delta rule in Gated Delta Net."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rms_norm_gated(
 
 
 def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu", group_size=None):
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     check.rows(x, weight)
     check.like_x("z", z, x)
     check.epsilon("eps", eps)

@@ -1,4 +1,7 @@
-"""Shared by rms_norm, rms_norm_gated and qk_norm_rope: the norm's reference, in plain PyTorch."""
+"""Shared by rms_norm, rms_norm_gated and qk_norm_rope: reference of rms_norm_gated.
+
+rms_norm and qk_norm_rope use `reciprocal_rms` and `compute_dtype`.
+"""
 
 from __future__ import annotations
 

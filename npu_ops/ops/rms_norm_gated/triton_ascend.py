@@ -18,7 +18,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 TILE = tile_elements(48)
 BACKWARD_TILE = tile_elements(96)
 WIDE_BLOCK = 1024  # columns per block of a row that does not fit
-NARROWEST = 16  # minimum: narrower rows are not worth a vector instruction
+NARROWEST = 16  # minimum: narrower rows would waste most of a vector instruction
 # Maximum number of pieces into which the rows are cut to sum over them.
 PIECES = 48
 

@@ -77,7 +77,7 @@ def _prepare(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, *, layout=None, pair_layout="half",
     rotary_dim=None, cu_seqlens=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     if isinstance(position_ids, int):  # transformers 5 passes unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
     check.optional_tensors(position_ids=position_ids, cu_seqlens=cu_seqlens)

@@ -1,4 +1,7 @@
-"""Rotation by torch_npu's operators: `npu_apply_rotary_pos_emb` in place, else `npu_rotary_mul`.
+"""Rotates q and k with torch_npu's operators.
+
+`npu_apply_rotary_pos_emb` rotates both in one launch, if it supports the call. Otherwise
+`npu_rotary_mul` rotates each.
 
 The limits are from torch_npu's documentation of both operators, for Ascend910B and Ascend910_93.
 """

@@ -1,4 +1,4 @@
-"""Shared by rope, mrope and qk_norm_rope: checks of public arguments and their conversion."""
+"""Shared by rope, mrope and qk_norm_rope: checks and converts public arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_ops.core import check, indices, library
 
 LAYOUTS = ("BSND", "SBND", "BNSD", "TND")
 PAIR_LAYOUTS = ("half", "interleaved")
-# Modes of torch_npu's npu_rotary_mul that are not a pair layout, and how to express them.
+# Modes of torch_npu's npu_rotary_mul that are no name of a pair layout, and how to express them.
 _MODES = {
     "quarter": "call with 'half' for each half of a head and of the tables",
     "interleave": "which is 'interleaved'",

@@ -1,4 +1,4 @@
-"""Rotary embedding from angles, with the arguments that Megatron passes."""
+"""Rotates q and k by given angles, with the arguments that Megatron passes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _prepare(
     q, k, freqs, *, layout="SBND", pair_layout="half", mscale=1.0, cu_seqlens=None,
     max_seqlen=None, cp_size=1, cp_rank=0, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     layout = arguments.resolve_layout(q, layout, 1)
     _check(q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace)
     cos, sin = _cos_sin(freqs, mscale)

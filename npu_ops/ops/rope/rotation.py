@@ -1,4 +1,8 @@
-"""Shared by rope, mrope and qk_norm_rope: rotate q and k, in place or not, with gradients."""
+"""Shared by rope, mrope and qk_norm_rope: declares operators that rotate q and k.
+
+They work in place or not, and have gradients. qk_norm_rope uses only `check_positions` and
+`why_not_wide`.
+"""
 
 from __future__ import annotations
 

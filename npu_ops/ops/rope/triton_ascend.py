@@ -23,7 +23,7 @@ TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Maximum number of pairs of a full-width interleaved table in a tile. On chip each pair takes 32
 # bytes in each of four tables, double-buffered.
 TABLE_PAIRS = 128
-# Minimum of P. Narrower rows are not worth a vector instruction, and the compiler rejects some.
+# Minimum of P. Narrower rows would waste most of a vector instruction; the compiler rejects some.
 NARROWEST = 16
 
 
@@ -174,7 +174,8 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    # Even in place, write the elements after the rotated part: those of unowned tokens become 0.
+    # Even in place, write the elements after the rotated part: for tokens after the last sequence
+    # they become 0.
     if positions is not None and layout == "TND":
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])

@@ -39,7 +39,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _prepare(gate, up=None):
-    """Check the public arguments; return the operator's."""
+    """Check the public arguments; return the operator's inputs."""
     check.floating("gate", gate)
     if gate.dim() == 0:
         raise check.shape("gate", gate, "at least one dimension")

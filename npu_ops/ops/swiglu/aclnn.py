@@ -1,4 +1,4 @@
-"""swiglu by torch_npu's `npu_swiglu`, which takes gate and up in one tensor."""
+"""Computes swiglu with torch_npu's `npu_swiglu`, which takes gate and up in one tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def why_not(arguments) -> str | None:
 
 
 def swiglu(gate, up, out) -> None:
-    """Write out; up is None."""
+    """Write `out`; `up` is None."""
     out.copy_(torch.ops.npu.npu_swiglu(gate, -1))
 
 

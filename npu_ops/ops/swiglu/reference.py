@@ -6,14 +6,17 @@ import torch
 
 
 def swiglu(gate, up):
-    """Return silu(gate) * up, fp32 or fp64. If up is None, it is the second half of gate."""
+    """Return silu(gate) * up, fp32 or fp64. If up is None, gate holds both, gate first."""
     gate, up = halves(gate, up)
     gate, up = _wide(gate), _wide(up)
     return gate * gate.sigmoid() * up
 
 
 def swiglu_backward(grad, gate, up):
-    """Return the gradients of gate and up, fp32 or fp64; if up is None, that of gate, and None."""
+    """Return the gradients of gate and up, fp32 or fp64.
+
+    If up is None, gate holds both: return the gradient of gate, and None.
+    """
     first, second = halves(gate, up)
     grad, first, second = _wide(grad), _wide(first), _wide(second)
     # sigmoid(-z) is 1 - sigmoid(z). For a large z, the difference would be only rounding errors.

@@ -97,9 +97,9 @@ def _launch(kernel, tensors, tile: int) -> None:
 
 
 def _columns(width: int) -> int:
-    """Return the columns of a tile: a divisor of the width, or a power of two if it is too narrow.
+    """Return the columns of a tile: a divisor of the width if it is at least NARROWEST.
 
-    A tile that reaches beyond the width takes three times as long.
+    Otherwise return a power of two. A tile that reaches beyond the width takes three times as long.
     """
     whole = math.gcd(width, WIDEST)
     return whole if whole >= NARROWEST else min(WIDEST, max(NARROWEST, next_power_of_2(width)))

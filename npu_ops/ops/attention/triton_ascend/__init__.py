@@ -33,7 +33,7 @@ DELTA_BYTES = 32 * 1024
 
 
 def attention(q, k, v, extra, rule, out, lse):
-    """Write out and lse; the arguments are the operator's."""
+    """Write `out` and `lse`; the arguments are the operator's."""
     _attention(q, k, v, extra, rule, out, lse)
     finish(int32_starts(extra.cu_seqlens_q), out.transpose(1, 2), lse.transpose(1, 2))
 

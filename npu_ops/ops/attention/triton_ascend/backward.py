@@ -1,6 +1,6 @@
-"""Gradients. The weights are recomputed from lse, tile by tile.
+"""Computes the gradients of attention. Kernels recompute the weights from lse, tile by tile.
 
-One kernel sums over the queries of each block of keys, another over the keys of each block of
+One kernel sums over the queries for each block of keys, another over the keys for each block of
 queries. Both recompute the scores. So no two programs add to the same sum, and the order of
 programs does not matter.
 """

@@ -1,8 +1,8 @@
-"""Dropout's keep mask. Reference: reference.keep_mask
+"""Draws and loads dropout's keep mask. Reference: reference.keep_mask
 
-A separate kernel draws a bit for each weight. Inside the attention kernels, next to the matrix
-unit's work, the vendor's compiler runs out of on-chip memory for the draws, and compiling takes
-extremely long. A byte has the bits of eight keys, which are 16 apart.
+A separate kernel draws a bit for each weight. If the attention kernels drew the bits themselves,
+the vendor's compiler would run out of on-chip memory, and compiling would take extremely long. A
+byte has the bits of eight keys, which are 16 apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npu_ops.core import rng
 from npu_ops.core.grid import cdiv, tile_elements, vector_grid
 from npu_ops.ops.bias_dropout_add.triton_ascend import draw
 
-# Elements of a tile. The vendor's compiler plans 96 on-chip bytes per element to draw four words.
+# Elements of a tile. The vendor's compiler reserves 96 on-chip bytes per element for four words.
 TILE = tile_elements(96)
 ACROSS = 16  # bytes of a row per tile
 

@@ -27,7 +27,7 @@ def _absorb(
 ):  # fmt: skip
     """Update the softmax's numerator and denominator with BK more keys.
 
-    They become NaN if the page is outside the cache.
+    Both become NaN if the page is outside the cache.
     """
     place = first_k + key0
     if pages is not None:

@@ -1,11 +1,11 @@
-"""Tiles: loads and stores, and the scores of a tile."""
+"""Loads and stores tiles of attention, and computes a tile's scores."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Lower than any score, but finite, so that the difference of two is not NaN.
+# Lower than any unmasked score, but finite: -inf minus -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -60,8 +60,10 @@ def store_pairs(x, value, stride, query0, key0, queries, keys, BQ: tl.constexpr,
 
 @triton.jit
 def position(row0, BQ: tl.constexpr, STEP: tl.constexpr):
-    """Return the position of each row; STEP rows share one. In fp32: NPUs lack vector int
-    division."""
+    """Return the position of each row; STEP rows share one position.
+
+    Divides in fp32, because an NPU has no vector division of integers.
+    """
     row = row0 + tl.arange(0, BQ)
     if STEP > 1:
         row = ((row.to(tl.float32) + 0.5) * (1.0 / STEP)).to(tl.int32)

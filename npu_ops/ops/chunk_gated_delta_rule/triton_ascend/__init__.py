@@ -28,9 +28,9 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.plan import ROOM
 from npu_ops.ops.gated_delta_rule_update.triton_ascend import gated_delta_rule_update
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# Sequences are cut only if at least FEWEST_SEGMENTS of at least SEGMENT chunks result. With fewer,
-# computing every segment twice would not pay off; with shorter ones, the two additional launches
-# would not (docs/npu-model.md).
+# A sequence is cut only into at least FEWEST_SEGMENTS segments of at least SEGMENT chunks each.
+# With fewer segments, computing every segment twice would not pay off. With shorter ones, the two
+# additional launches would not (docs/npu-model.md).
 FEWEST_SEGMENTS = 4
 SEGMENT = 16
 # Largest K whose K by K matrix is multiplied as one tile.

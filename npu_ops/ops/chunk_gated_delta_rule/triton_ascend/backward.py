@@ -1,7 +1,7 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: gradients in three steps, in Triton.
+"""Shared by chunk_gated_delta_rule and chunk_kda: computes gradients in Triton, in three steps.
 
-The first recomputes the states, the second computes their gradients from last to first, and the
-third computes the gradients of all chunks at once.
+The first step recomputes the states, the second computes their gradients from last to first, and
+the third computes the gradients of all chunks at once.
 
 Tokens write A R to the state. A (`solved`) is the inverse of the chunk's triangular matrix, and R =
 beta (v - gamma k S), with gamma the decay since the chunk's start. So the gradient of the

@@ -1,8 +1,8 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: find the chunks on the device.
+"""Shared by chunk_gated_delta_rule and chunk_kda: finds the chunks of sequences on the device.
 
 This file also lays out gates and betas by chunk, and their gradients by token. Gates come as
 [tokens, heads], but the kernels need the tokens of one head to be contiguous within a chunk. So one
-kernel writes them as [chunks, heads, C], and takes their cumulative sums as it does.
+kernel writes them as [chunks, heads, C], and computes the cumulative sums of g at the same time.
 """
 
 from __future__ import annotations

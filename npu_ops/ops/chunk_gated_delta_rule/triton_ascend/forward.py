@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: loop over the chunks of a sequence, in Triton.
+"""Shared by chunk_gated_delta_rule and chunk_kda: loops over a sequence's chunks in Triton.
 
 Each chunk updates the state, and its tokens read from it.
 """
@@ -95,7 +95,7 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
 
 @triton.jit
 def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
-    """Return what a chunk's tokens write to a state, in their dtype: solved (v - decay_k k S).
+    """Return what a chunk's tokens write to a state, in k's dtype: solved (v - decay_k k S).
 
     state: in the dtype of k and v. solved: may be fp32. decay_k: None if k includes it.
     k S stays in the matrix unit, because decay_k is multiplied into `solved` instead.

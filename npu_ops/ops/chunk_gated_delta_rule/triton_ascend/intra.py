@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: how tokens of one chunk act on each other.
+"""Shared by chunk_gated_delta_rule and chunk_kda: computes how tokens of a chunk act on each other.
 
 This part does not depend on the states, so it runs before any state is known.
 """

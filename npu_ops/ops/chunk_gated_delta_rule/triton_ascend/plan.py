@@ -1,4 +1,7 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: tile sizes, and how programs divide states."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: chooses tile sizes and the division of states.
+
+States are divided among the programs of a launch.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def walks_of(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]
 
 
 def constants_of(q, v, state_v_first: bool, size: int) -> dict:
-    """Return the compile-time constants that all walks share."""
+    """Return the compile-time constants that all launches (see `Walk`) share."""
     return {
         "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
         "V_FIRST": state_v_first, "BK": width_of(q.shape[3], q.device), "C": size,

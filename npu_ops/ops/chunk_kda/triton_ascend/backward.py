@@ -1,4 +1,4 @@
-"""Gradients of Kimi Delta Attention that are computed for all chunks at once.
+"""Computes gradients of Kimi Delta Attention for all chunks at once.
 
 The kernels of `chunk_gated_delta_rule` compute the states and their gradients, chunk after chunk.
 

@@ -1,6 +1,6 @@
-"""Shared by fused_recurrent_gated_delta_rule and chunk_kda: token by token, in Triton.
+"""Shared by fused_recurrent_gated_delta_rule and chunk_kda: runs token by token, in Triton.
 
-For Ascend and NVIDIA. Reference: reference.py
+For Ascend and NVIDIA. Reference: reference.py. chunk_kda runs the forward, with chunk_size 1.
 
 A program keeps BV value columns of one head's state on chip, in fp32, in the order that the state
 has in memory. It loops over the tokens and uses only vector instructions. Columns do not depend on
@@ -180,8 +180,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """Loop over the tokens backwards, and write their gradients.
 
-    Every block of values contributes to the gradients of q, k, g and gk; also to that of beta if
-    beta is one number per head. The blocks write their parts separately, and the caller sums them.
+    Every block of values contributes to the gradients of q, k, g and gk, and of beta if beta is one
+    number per head. The blocks write their parts separately, and the caller sums them.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)

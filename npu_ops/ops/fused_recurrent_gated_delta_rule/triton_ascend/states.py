@@ -1,4 +1,4 @@
-"""Shared by fused_recurrent_gated_delta_rule and gated_delta_rule_update: tiles of states.
+"""Shared by fused_recurrent_gated_delta_rule and gated_delta_rule_update: handles tiles of states.
 
 A tile is BK keys by BV values; with V_FIRST it is BV values by BK keys, like the state in memory.
 """
