@@ -38,7 +38,7 @@ def group_of(collection):
     return state.get_context_parallel_group() if group is None else group
 
 
-# Tensors [s, b, n, d]
+# Functions for dense tensors [s, b, n, d]
 
 
 def in_order(x: torch.Tensor, group) -> torch.Tensor:
@@ -62,7 +62,7 @@ def chunks_of(group) -> tuple[int, int]:
     return group.rank(), 2 * group.size() - 1 - group.rank()
 
 
-# Packed tensors [t, n, d]
+# Functions for packed tensors [t, n, d]
 
 
 class Packed(NamedTuple):
@@ -81,7 +81,7 @@ class Packed(NamedTuple):
 
 
 def packed(starts: torch.Tensor, group, causal: bool) -> Packed | None:
-    """Plan the attention of this rank's chunks, for packed sequences that start at `starts`.
+    """Describe this rank's chunks of the packed sequences that start at `starts`.
 
     starts: `[N + 1]`, in host memory. Returns None if a sequence does not divide into 2 equal
     chunks per rank.

@@ -11,7 +11,7 @@ import torch
 
 from npu_ops.core.collective import all_gather
 
-BLOCK = 1 << 28  # bytes of fp32 logits per block
+BLOCK = 1 << 28  # bytes of fp32 logits per block, counting this rank's columns only
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.Tensor:
@@ -21,7 +21,7 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.T
         logits: `[..., V]`. With a group, each rank has V of the vocabulary's V * ranks columns, in
             the order of ranks.
         labels: `[...]`, int64, indices into the whole vocabulary.
-        group: the ranks that share the vocabulary; None or a group of one: this process alone.
+        group: the ranks that share the vocabulary. None or a group of one: logits have all columns.
 
     Returns:
         `[...]`, fp32 or fp64.

@@ -41,7 +41,7 @@ def patches() -> Iterable[Patch]:
             op="attention",
             make=_replace_init,
             why="DotProductAttention has memory for every pair of tokens, and no packed sequences",
-            # none: parameters are read by name, and only config and submodules matter
+            # not checked: parameters are read by name, and only config and submodules matter
             signatures=(),
             versions="Megatron-Core 0.12 to 0.19 and main",
             remove_when="Megatron-Core's own attention has NPU kernels",

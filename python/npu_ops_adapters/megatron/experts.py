@@ -100,7 +100,8 @@ def _add(original: Callable) -> Callable:
         for name in ("probs", "fused", "drop_and_pad"):
             if given.get(name) is not None and given[name] is not False:
                 raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
-        if len(permuted_tokens) % max(tokens, 1):  # otherwise the device writes NaN
+        # Rows that divide evenly may still be unequal per token; the result is then NaN, see below.
+        if len(permuted_tokens) % max(tokens, 1):
             raise ValueError(
                 f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs as"
                 " many for each with NPU_OPS_CONSISTENT: --moe-token-dispatcher-type alltoall"

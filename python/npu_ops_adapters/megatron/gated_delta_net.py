@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
         "gated_delta_net",
         _replace,
         why="without fla no layer is built, though all that it needs of fla is here",
-        signatures=(),  # none: it is a bool
+        signatures=(),  # not checked: it is a bool
         remove_when="Megatron-Core asks for functions instead of for fla",
     )
 
@@ -58,7 +58,7 @@ def replaced(
 
 
 def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> Iterable[Patch]:
-    """Yield a patch of a layer's method, in the class that defines it. Some versions lack it."""
+    """Yield a patch of a layer's method, in each class that defines it (none in some versions)."""
     for module, owner, layer in layers():
         if name in vars(layer) and not _is_abstract(vars(layer)[name]):
             target, signatures = f"{owner}.{name}", (("self", *parameters),)
@@ -66,7 +66,7 @@ def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> I
 
 
 def layers() -> Iterable[tuple[str, str, type]]:
-    """Yield (module, name, class) for the classes of the layer's modules."""
+    """Yield (module, name, class) for each class in the modules that define Gated Delta Net."""
     for module in dict.fromkeys((home(), *importers())):
         for name, value in list(vars(sys.modules.get(module, sys)).items()):
             at_home = module == home() or getattr(value, "__module__", None) == module

@@ -41,7 +41,7 @@ def patches() -> Iterable[Patch]:
                 op="mrope",
                 make=functools.partial(_without, argument=argument),
                 why=f"slime passes {argument}, which it does not have in all versions",
-                signatures=(),  # none: all other arguments are passed on
+                signatures=(),  # not checked: all other arguments are passed on
                 versions="Megatron-Bridge 0.3",
                 remove_when=f"it has {argument}",
             )

@@ -139,7 +139,8 @@ def _fill_packed(original: Callable | None) -> Callable:
             return _rotate_packed(call, cp_size, cp_rank, knows_per_token)
         if original is None:
             return _unfused_packed(call, cp_size, cp_rank)
-        more = {"interleaved": True} if interleaved else {}  # unknown before 0.17
+        # Megatron-Core before 0.17 has no argument `interleaved`.
+        more = {"interleaved": True} if interleaved else {}
         return original(t, cu_seqlens, freqs, cp_size=cp_size, cp_rank=cp_rank, **more)
 
     return npu_ops_fused_packed_rope

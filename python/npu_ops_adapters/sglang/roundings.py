@@ -60,7 +60,7 @@ def silu_and_mul(module, x):
 
 
 def with_the_order_of_training(original: Callable) -> Callable:
-    """Wrap `__init__` to set the option that SGLang has for its own trainers."""
+    """Wrap `__init__` to set `use_hf_deepstack_order`: add deepstack features as transformers."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):

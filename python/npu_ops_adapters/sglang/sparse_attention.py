@@ -1,4 +1,4 @@
-"""Qwen4-Exp's sparse attention: a query attends to the keys that an indexer chooses for it.
+"""Replaces Qwen4-Exp's sparse attention: a query attends to keys that an indexer chooses for it.
 
 SGLang has this attention for CUDA and ROCm. On other devices its indexer has no method to run. Its
 attention loops over the queries, and expects a cache of another shape than caches on NPUs have. On

@@ -1,4 +1,4 @@
-"""Attention of a vision tower: packed images, each attending only to itself."""
+"""Replaces attention of vision towers on NPUs: packed images, each attending only to itself."""
 
 from __future__ import annotations
 
