@@ -120,7 +120,7 @@ OLDER_RELEASES = pytest.mark.parametrize("version", often(OLDER, ("4.57.6",)))
 
 @OLDER_RELEASES
 def test_older_versions(version):
-    """Runs in another process."""
+    """Run the models of each older version of transformers, in another process."""
     done = subprocess.run(
         [sys.executable, HERE / "transformers_models.py", *OLDER[version]],
         env=environment(HERE, fetch_frameworks.tree(f"transformers-{version}")),
@@ -453,7 +453,7 @@ def test_under_autocast_the_tables_are_wider(applied):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_next"])
 def test_in_bf16(name):
-    """npu-ops rounds at other places and less often: its error is below 1.2 of transformers'."""
+    """npu-ops rounds at other places and less often: its error is below 1.2x transformers'."""
     model, inputs = transformers_models.built(name)
     model.bfloat16()
     with torch.no_grad():
