@@ -190,7 +190,7 @@ def make(name: str, **members) -> None:
 
 
 class Record(runs.Record):
-    """Also records a script's cases, and fails tests that print an error (test_conv1d_update.py)."""
+    """Also records a script's cases; fails tests that print an error (test_conv1d_update.py)."""
 
     def pytest_runtest_logreport(self, report):
         super().pytest_runtest_logreport(report)

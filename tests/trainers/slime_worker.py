@@ -1,4 +1,4 @@
-"""Setup of each process in a run of slime: Ray's workers and their driver."""
+"""Set up each process in a run of slime: Ray's workers and their driver."""
 
 from __future__ import annotations
 
