@@ -1,8 +1,9 @@
-"""Core attention with context parallelism: ranks share each sequence in Megatron's zigzag layout.
+"""Splits core attention over context-parallel ranks, which share each sequence in zigzag layout.
 
-For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r. So with a
-causal mask all ranks have equal work. Each rank gathers the keys and values of all ranks. Its two
-chunks of queries attend to keys up to their own ends. Gradients are summed over the ranks.
+For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r (Megatron's
+layout). So with a causal mask all ranks have equal work. Each rank gathers the keys and values of
+all ranks. With a causal mask, its two chunks of queries attend to keys up to their own ends.
+Gradients are summed over the ranks.
 """
 
 from __future__ import annotations

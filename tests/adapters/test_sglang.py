@@ -1,4 +1,4 @@
-"""SGLang's engine, test kit and hooks with npu-ops, in other processes; see sglang_cpu/."""
+"""Test SGLang's engine, test kit and hooks with npu-ops, in other processes; see sglang_cpu/."""
 
 from __future__ import annotations
 

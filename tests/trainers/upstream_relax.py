@@ -1,4 +1,4 @@
-"""Relax with npu-ops, and its trainer with its NPU patches, against a reference on the CPU.
+"""Test Relax with npu-ops, and its trainer with its own NPU patches, against the CPU.
 
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
     python -m pytest tests/trainers/upstream_relax.py

@@ -1,4 +1,4 @@
-"""slime v0.2.2 with its NPU patches, and with npu-ops, against a reference on the CPU.
+"""Test slime v0.2.2 with its NPU patches, and with npu-ops, against a reference on the CPU.
 
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime.py

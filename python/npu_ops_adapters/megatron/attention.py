@@ -1,4 +1,4 @@
-"""Core attention: a module that replaces Megatron's core attention in layer specs.
+"""Replaces Megatron's core attention in layer specs by a module that calls npu-ops.
 
 The module calls `npu_ops.attention` if npu-ops supports the call. For other calls it builds and
 runs the module that it replaced. It does not derive from DotProductAttention, because

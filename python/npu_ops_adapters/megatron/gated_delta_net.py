@@ -1,4 +1,4 @@
-"""Gated Delta Net: lets Megatron build its module without flash-linear-attention.
+"""Lets Megatron build its Gated Delta Net without flash-linear-attention (fla).
 
 The module takes `chunk_gated_delta_rule`, `l2norm` and the convolution from fla; other patches
 replace these. Without fla the module refuses to build a layer, whatever the configuration. In

@@ -13,7 +13,7 @@ from npu_ops_adapters.sglang import functions, gated_delta_net
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function in the module of SGLang's backend, before SGLang builds the backend."""
+    """Patch the function in SGLang's backend module; the backend looks it up when it is built."""
     if not functions.since("0.5.10"):
         names = parameters(ours)
         yield functions.replaced(
