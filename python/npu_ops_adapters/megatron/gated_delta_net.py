@@ -130,7 +130,7 @@ def _replace(original: bool) -> bool:
 
 
 def _needed() -> Names:
-    """Return the names a layer needs. Before 0.18 it works without causal_conv1d."""
+    """Return the names a layer needs. Before Megatron-Core 0.18 causal_conv1d is not needed."""
     convolution = ("causal_conv1d",) if convolution_name() == "causal_conv1d" else ()
     return ("chunk_gated_delta_rule", "l2norm", *convolution)
 
