@@ -14,7 +14,8 @@ from npu_ops.core import env
 DEVICES = ("cpu", "npu")
 
 
-# Ops whose original must not run with NPU_OPS_CONSISTENT, because its bits differ.
+# Ops for which an unsupported call is an error with NPU_OPS_CONSISTENT: the framework's own
+# function computes other bits.
 RULES = ("chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule")
 
 

@@ -1,8 +1,9 @@
-"""Core attention with context parallelism: ranks share each sequence in Megatron's zigzag layout.
+"""Splits core attention over context-parallel ranks, which share each sequence in zigzag layout.
 
-For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r. So with a
-causal mask all ranks have equal work. Each rank gathers the keys and values of all ranks. Its two
-chunks of queries attend to keys up to their own ends. Gradients are summed over the ranks.
+For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r (Megatron's
+layout). So with a causal mask all ranks have equal work. Each rank gathers the keys and values of
+all ranks. With a causal mask, its two chunks of queries attend to keys up to their own ends.
+Gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def group_of(collection):
     return state.get_context_parallel_group() if group is None else group
 
 
-# Tensors [s, b, n, d]
+# Functions for dense tensors [s, b, n, d]
 
 
 def in_order(x: torch.Tensor, group) -> torch.Tensor:
@@ -65,7 +66,7 @@ def chunks_of(group) -> tuple[int, int]:
     return group.rank(), 2 * group.size() - 1 - group.rank()
 
 
-# Packed tensors [t, n, d]
+# Functions for packed tensors [t, n, d]
 
 
 class Packed(NamedTuple):
@@ -84,7 +85,7 @@ class Packed(NamedTuple):
 
 
 def packed(starts: torch.Tensor, group, causal: bool) -> Packed | None:
-    """Plan the attention of this rank's chunks, for packed sequences that start at `starts`.
+    """Describe this rank's chunks of the packed sequences that start at `starts`.
 
     starts: `[N + 1]`, in host memory. Returns None if a sequence does not divide into 2 equal
     chunks per rank.

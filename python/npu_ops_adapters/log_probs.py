@@ -1,8 +1,8 @@
 """Shared by megatron, slime, verl: log-probabilities of labels, computed as servers do.
 
 SGLang and vLLM compute log_softmax of the logits in fp32. This module does the same for one block
-of rows at a time. So besides the logits and their gradient it needs memory for one block (`BLOCK`
-bytes of fp32 logits) and for one fp32 number per row.
+of rows at a time. So besides the logits and their gradient it needs memory for the fp32 logits of
+one block (see `BLOCK`) and for one fp32 number per row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 
 from npu_ops.core.collective import all_gather
 
-BLOCK = 1 << 28  # bytes of fp32 logits per block
+# Bytes of fp32 logits per block and rank. With a group, each rank gathers the blocks of all ranks.
+BLOCK = 1 << 28
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.Tensor:
@@ -21,7 +22,7 @@ def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.T
         logits: `[..., V]`. With a group, each rank has V of the vocabulary's V * ranks columns, in
             the order of ranks.
         labels: `[...]`, int64, indices into the whole vocabulary.
-        group: the ranks that share the vocabulary; None or a group of one: this process alone.
+        group: the ranks that share the vocabulary. None or a group of one: logits have all columns.
 
     Returns:
         `[...]`, fp32 or fp64.

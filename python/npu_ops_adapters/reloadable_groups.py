@@ -1,4 +1,4 @@
-"""Process groups of slime and Relax with newer torch, which has renamed collectives.
+"""Adds collectives, which torch 2.13 has renamed, to the process groups of slime and Relax.
 
 Shared by `slime.process_groups` and `relax.process_groups`. Relax has a copy of slime's class
 `ReloadableProcessGroup`, which forwards calls to a group that it holds.

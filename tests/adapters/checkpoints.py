@@ -1,4 +1,4 @@
-"""Copies of tiny models' checkpoints in another dtype."""
+"""Copy a tiny model's checkpoint in another dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def in_dtype(
 ) -> pathlib.Path:
     """Copy a model with all weights in the trainer's dtype: a server may keep A_log in fp32.
 
-    trained: change the norms' weights, which transformers always sets to 0 or 1.
+    trained: add noise to the norms' weights, which transformers initializes to 0 or 1.
     """
     shutil.copytree(model, into / model.name)
     file = into / model.name / "model.safetensors"

@@ -226,7 +226,7 @@ def of_each(model, ids, device: str) -> torch.Tensor:
 
 
 def wrong_gradients(kind: str, model, other, expected, found) -> int:
-    """Return how many weights have gradients with an error above 1e-5 of the largest gradient."""
+    """Return how many weights have a gradient off by more than 1e-5 of that weight's largest."""
     draw = torch.Generator().manual_seed(1)
     seeds = torch.randn(found.shape, generator=draw).to(found)
     (expected * seeds).sum().backward()

@@ -5,7 +5,7 @@ With the patches, experts and SwiGLU are torch_npu's operators; NPU_OPS_CONSISTE
 python consistent_verl.py DTYPE DEVICE
 
 Prints how many logits differ, how many there are, and how many weights have gradients that differ
-by more than 2 % of the largest.
+by more than 2 % of that weight's largest gradient.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def on_calls(
 ) -> None:
     """Call `note(name)` before each later call of these operators of npu_ops, or of `home`.
 
-    Calls that torch.compile traces are not noted. On a machine with an NPU neither are calls on the
-    CPU: they compare a model's functions with ours.
+    Calls that torch.compile traces are not noted. On a machine with an NPU, calls on CPU tensors
+    are not noted: `equivalence` makes them to compare a model's functions with npu-ops'.
     """
     if home is None:
         import npu_ops as home  # not at the top: checks depend on the import order

@@ -1,4 +1,4 @@
-"""Folders of packages in .cache for PYTHONPATH; a folder is complete or does not exist."""
+"""Make folders of packages in .cache for PYTHONPATH; a folder is complete or does not exist."""
 
 from __future__ import annotations
 

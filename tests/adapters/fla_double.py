@@ -1,9 +1,9 @@
 """A stand-in for flash-linear-attention: its modules, signatures and registry, in two forms.
 
 `write(folder, form)` writes a package `fla`. "main" is 0.5.2 and the main branch of August 2026;
-"0.6" is the next release. Functions return ("theirs", their name). Registries behave like fla's:
-main's is loaded at the first call, under a lock and without import errors; the backend with the
-lowest priority is asked first; a verifier that raises declines.
+"0.6" is the next release. Functions return ("theirs", their name). Registries behave like fla's.
+main's registry is loaded at the first call, under a lock, and hides import errors. The backend with
+the lowest priority number is asked first. A verifier that raises an exception declines the call.
 """
 
 from __future__ import annotations

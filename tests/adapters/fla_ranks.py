@@ -22,7 +22,8 @@ from torch.nn import functional
 
 import npu_ops
 
-STARTS = (0, 3, 41, 42, 160, 192)  # one sequence spans all of three ranks, one has one token
+# Of three ranks each has a part of the fourth sequence; the third sequence has one token.
+STARTS = (0, 3, 41, 42, 160, 192)
 KEYS, VALUES, HEADS, VALUE_HEADS, CHANNELS, WIDTH = 32, 16, 2, 4, 6, 4
 FUNCTIONS = ("chunk_gated_delta_rule", "causal_conv1d")
 

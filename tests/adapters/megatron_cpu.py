@@ -1,4 +1,4 @@
-"""A small GPTModel of any megatron-core release, in one process without CUDA."""
+"""Build small GPTModels of any megatron-core release, and run them on the CPU with gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks with MindSpeed or its stand-in, in a process of their own.
+"""Run checks with MindSpeed or its stand-in in a process of their own.
 
 python -c "import mindspeed_checks; mindspeed_checks.run('ours first')"
 

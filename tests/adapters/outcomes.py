@@ -1,4 +1,4 @@
-"""The result of a check, for a process that reports its checks one by one."""
+"""Run a check and return its error, for a process that reports its checks one by one."""
 
 from __future__ import annotations
 

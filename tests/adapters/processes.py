@@ -1,4 +1,4 @@
-"""Run the checks of one megatron-core release in another process."""
+"""Run checks of a megatron-core release, or a program on several ranks, in other processes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 python tests/adapters/serve_sglang.py
 
-The weights are random. It shows which operators ran, and that the tokens are those that
+The weights are random. The demo shows which operators ran, and that the tokens are those that
 transformers generates with the same weights.
 """
 

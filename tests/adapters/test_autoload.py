@@ -1,4 +1,4 @@
-"""The import hook: its cost, and that no error in it can break an import."""
+"""Test the import hook: its cost, and that none of its errors breaks an import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def python(code: str, *folders, **changes) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def broken(tmp_path):
-    """A folder with our hook, broken versions of all our other modules, and a watched framework."""
+    """Make a folder with npu-ops' hook, its other modules broken, and a watched framework."""
     for source in (SOURCE, HOOK):
         (tmp_path / source.name).write_text(source.read_text())
     for name in ("npu_ops", "npu_ops_adapters"):
@@ -351,7 +351,7 @@ def test_reloaded_it_still_tells_once(watched, module):
 
 
 def test_what_is_patched_is_watched(monkeypatch):
-    """The set of patches depends on imports, switches, an NPU and SGLang's version."""
+    """The set of patches depends on imports, settings, an NPU and SGLang's version."""
     with env.override(consistent="tokens"):
         watched = {patch.module for patch in npu_ops_adapters.patches()}
     # Modules that are watched import these two.

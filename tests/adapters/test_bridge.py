@@ -1,4 +1,4 @@
-"""Megatron-Bridge's Qwen3-VL as trainers call it, on a stand-in.
+"""Test the adapters for Megatron-Bridge's Qwen3-VL on a stand-in, called as trainers call it.
 
 tests/trainers/upstream_slime.py and upstream_slime_newest.py train the real one.
 """

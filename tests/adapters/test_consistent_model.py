@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT: a model's logits have the same bits in training and with a cache."""
+"""With NPU_OPS_CONSISTENT logits have the same bits in training, with a cache, and in Megatron."""
 
 import subprocess
 import sys

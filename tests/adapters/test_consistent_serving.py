@@ -1,6 +1,6 @@
-"""NPU_OPS_CONSISTENT: functions that adapters replace compute as transformers does.
+"""With NPU_OPS_CONSISTENT, functions that adapters replace compute as transformers does.
 
-They belong to SGLang, vLLM, Megatron and MindSpeed. test_sglang.py tests a whole server.
+The functions are SGLang's, vLLM's, Megatron's and MindSpeed's. test_sglang.py tests a whole server.
 """
 
 import json

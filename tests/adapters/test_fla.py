@@ -1,4 +1,4 @@
-"""npu-ops as a backend of a stand-in for fla: calls it takes, calls it leaves to fla, and
+"""Test npu-ops as a backend of a stand-in for fla: calls it takes, calls it leaves to fla, and
 reverting."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""npu-ops in real releases of fla; on the CPU its results must be those of fla's
+"""Test npu-ops in real releases of fla; on the CPU its results must be those of fla's
 naive functions."""
 
 import json

@@ -1,4 +1,4 @@
-"""Megatron's Gated Delta Net: which calls npu-ops computes, and which stay fla's or Megatron's."""
+"""Test which calls of Megatron's Gated Delta Net npu-ops computes, and which stay as they were."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The adapters in every supported release of megatron-core; see megatron_checks."""
+"""Test the adapters in every supported release of megatron-core; see megatron_checks."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ from npu_ops_adapters.megatron import qwen3_vl
 from processes import run_checks
 
 ENDS = (fetch_megatron.VERSIONS[0], fetch_megatron.VERSIONS[-1])
-USED = "0.16.1"  # by container images with Qwen3.5
+USED = "0.16.1"  # the release in container images with Qwen3.5
 
 
 def marks(version, mode):
@@ -47,7 +47,7 @@ def test_classes_that_a_later_bridge_has_not_are_not_asked_for(monkeypatch):
 
 
 def test_a_rope_that_an_earlier_bridge_has_not_is_not_asked_for(monkeypatch):
-    """Megatron-Bridge 0.3 has only the tables' classes there, and layers call Megatron's rope."""
+    """In Bridge 0.3 this module has only the tables' classes; layers call Megatron's rope."""
     name = f"{qwen3_vl._MODELLING}.rope"
     earlier = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, earlier)

@@ -1,4 +1,4 @@
-"""Megatron's core attention on ranks that share each sequence; see cp_ranks.py."""
+"""Test Megatron's core attention on ranks that share each sequence; see cp_ranks.py."""
 
 import sys
 import types
@@ -27,7 +27,7 @@ def test_they_equal_one_in_outputs_and_gradients(tmp_path, ranks, version):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_keys_of_packed_chunks(ranks, causal):
-    """From the gathered ranks' parts, the selected rows are the tokens that a chunk may see."""
+    """`Packed.rows` selects, from all ranks' gathered tokens, those that a chunk may attend to."""
     starts = torch.tensor([0, 6 * ranks, 8 * ranks, 8 * ranks, 18 * ranks])
     gathered = torch.cat([cp_ranks.dealt(starts.tolist(), r, ranks) for r in range(ranks)])
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Gated Delta Net of Megatron's main branch, which has no package: tests use similar modules."""
+"""Test Gated Delta Net of Megatron's main branch on similar modules, as main has no package."""
 
 from __future__ import annotations
 

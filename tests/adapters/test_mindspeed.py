@@ -1,4 +1,4 @@
-"""npu-ops's patches over those of a stand-in for MindSpeed, with a real megatron-core.
+"""Test npu-ops's patches over those of a stand-in for MindSpeed, with a real megatron-core.
 
 The checks are in `mindspeed_checks.py`; `upstream_mindspeed.py` runs them on MindSpeed's sources.
 """

@@ -1,4 +1,4 @@
-"""The patching engine, on modules made for these tests."""
+"""Test the patching engine on modules made for these tests."""
 
 from __future__ import annotations
 

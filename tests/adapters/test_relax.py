@@ -1,4 +1,4 @@
-"""The adapters for Relax, on a stand-in. tests/trainers/upstream_relax.py runs the real Relax."""
+"""Test the adapters for Relax on a stand-in; tests/trainers/upstream_relax.py runs Relax itself."""
 
 from __future__ import annotations
 

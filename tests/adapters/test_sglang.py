@@ -1,4 +1,4 @@
-"""SGLang's engine, test kit and hooks with npu-ops, in other processes; see sglang_cpu/."""
+"""Test SGLang's engine, test kit and hooks with npu-ops, in other processes; see sglang_cpu/."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def test_disabled_the_engine_runs_its_own(tiny):
     assert tokens == expected(tiny / "qwen3")
 
 
-CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 256]}  # whole pages
+# Number of tokens that each prompt finds in the prefix cache. On NPUs these are whole pages.
+CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 256]}
 CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
 # Qwen4-Exp has pages of 64 tokens. Without state snapshots a platform caches none of its prefixes.
 CACHED_QWEN4 = {"cpu": [0] * 8, "npu": [0, 0, 0, 0, 0, 64, 128, 320]}

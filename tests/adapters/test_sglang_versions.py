@@ -105,7 +105,7 @@ def test_a_version_without_plugins_by_the_import_hook(tmp_path):
 
 
 def test_the_delta_rule_of_0_5_9_has_keys_first_in_its_states(monkeypatch):
-    """Prefill, then decode, by the two functions from which SGLang builds its dispatcher."""
+    """Prefill, then decode, with the two functions that SGLang 0.5.9's backend calls."""
     monkeypatch.setattr(functions, "version", lambda: Version("0.5.9"))
     inputs, starts = checks.prefill((70, 9))
     pool, slots = checks.pool(), torch.tensor([3, -1])

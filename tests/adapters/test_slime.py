@@ -1,4 +1,4 @@
-"""slime on NPUs, on a stand-in. tests/trainers/upstream_slime_newest.py runs the real slime."""
+"""Test the adapters for slime on a stand-in; upstream_slime_newest.py runs slime itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' models with npu-ops: the same logits and gradients, by our operators."""
+"""Test that transformers' models give the same logits and gradients with npu-ops' operators."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def norms(name: str) -> int:
         return 5 + 2
     if not name.startswith("qwen2"):
         return 5 + 4
-    return 5 + (5 if name == "qwen2_5_vl" else 0)  # its vision tower has them too
+    return 5 + (5 if name == "qwen2_5_vl" else 0)  # Qwen2.5-VL's vision tower has RMSNorms, too
 
 
 def swiglus(name: str) -> int:
@@ -120,7 +120,7 @@ OLDER_RELEASES = pytest.mark.parametrize("version", often(OLDER, ("4.57.6",)))
 
 @OLDER_RELEASES
 def test_older_versions(version):
-    """Runs in another process."""
+    """Run the models of each older version of transformers, in another process."""
     done = subprocess.run(
         [sys.executable, HERE / "transformers_models.py", *OLDER[version]],
         env=environment(HERE, fetch_frameworks.tree(f"transformers-{version}")),
@@ -422,7 +422,8 @@ def test_what_is_not_ours_falls_through(applied):
     q, k = rows(1, 2, 5, 16), rows(1, 2, 5, 16)
     narrow = rows(1, 5, 8)
     with pytest.raises(RuntimeError, match="must match"):
-        qwen3_vl.apply_rotary_pos_emb(q, k, narrow, narrow)  # it rotates whole heads only
+        # transformers' function rotates whole heads only
+        qwen3_vl.apply_rotary_pos_emb(q, k, narrow, narrow)
     cos = rows(1, 5, 16).requires_grad_()
     out, _ = qwen3_vl.apply_rotary_pos_emb(q, k, cos, cos)
     assert out.requires_grad
@@ -435,7 +436,7 @@ def test_what_is_not_ours_falls_through(applied):
     assert gated(x.mT, x.mT).equal(expected)
     state = torch.zeros(1, 6, 4, requires_grad=True)
     weight = rows(6, 4)
-    with pytest.raises(RuntimeError):  # it writes to a leaf
+    with pytest.raises(RuntimeError):  # transformers writes to a leaf that requires a gradient
         qwen3_next.causal_conv1d_update(x[..., :1], state, weight)
 
 
@@ -453,7 +454,7 @@ def test_under_autocast_the_tables_are_wider(applied):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_next"])
 def test_in_bf16(name):
-    """npu-ops rounds at other places and less often: its error is below 1.2 of transformers'."""
+    """npu-ops rounds at other places and less often: its error is below 1.2x transformers'."""
     model, inputs = transformers_models.built(name)
     model.bfloat16()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""transformers' models that npu-ops recognises by their code: the same results, by our operators.
+"""Test transformers' models that npu-ops recognises by their code: their results stay the same.
 
 None of our lists has their names. A function that a model changes is left to that model.
 """

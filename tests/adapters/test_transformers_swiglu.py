@@ -1,4 +1,4 @@
-"""SwiGLU of transformers' models: calls that npu-ops computes, and calls left to transformers.
+"""Test which SwiGLU calls of transformers' models npu-ops computes, and which transformers does.
 
 test_transformers.py tests whole models.
 """

@@ -1,4 +1,4 @@
-"""verl's own Ulysses on two ranks, and verl's NPU patches together with npu-ops."""
+"""Test verl's own Ulysses on two ranks, and verl's NPU patches together with npu-ops."""
 
 import ast
 import importlib

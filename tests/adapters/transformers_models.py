@@ -1,4 +1,4 @@
-"""Tiny random models of transformers 4.57 and 5, and a step of each without and with npu-ops.
+"""Build tiny random models of transformers 4.57 and 5; run each without and with npu-ops.
 
 python transformers_models.py NAME...   in one process; prints a line of JSON for each
 """

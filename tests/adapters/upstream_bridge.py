@@ -38,7 +38,7 @@ HERE = pathlib.Path(__file__).parent
 MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 CASES = ("text", "pictures", "text, recomputed", "pictures, recomputed")
-# patches of two pictures; 2 x 2 of them merge into a token
+# frames, height and width of two pictures in patches; 2 x 2 patches merge into a token
 GRID = torch.tensor([[1, 4, 4], [1, 4, 6]])
 IMAGE, VISION_START = 120, 121
 

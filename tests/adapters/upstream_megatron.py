@@ -334,7 +334,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
 def run(name: str, checkout: pathlib.Path, files: list[str], ranks: int) -> dict:
     settings = {
         "NPU_OPS_DISABLE": RUNS[name],
-        "TORCH_COMPILE_DISABLE": "1",  # it takes minutes, and only without npu-ops
+        "TORCH_COMPILE_DISABLE": "1",  # compiling takes minutes, and happens only without npu-ops
         "MASTER_PORT": str(free_port()),
     }
     return runs.run(__file__, name, checkout, files, checkout, settings, ranks)

@@ -190,7 +190,7 @@ def make(name: str, **members) -> None:
 
 
 class Record(runs.Record):
-    """Also records a script's cases. test_conv1d_update.py passes even if it prints an error."""
+    """Also records a script's cases; fails tests that print an error (test_conv1d_update.py)."""
 
     def pytest_runtest_logreport(self, report):
         super().pytest_runtest_logreport(report)

@@ -1,4 +1,4 @@
-"""verl's own Ulysses on two ranks with gloo: attention and Gated Delta Net against one rank.
+"""Compare attention and Gated Delta Net with verl's Ulysses on two gloo ranks with one rank.
 
 python verl_ranks.py STORE RANK    in two processes
 

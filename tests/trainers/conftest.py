@@ -1,4 +1,4 @@
-"""Fixtures of the trainers' tests. They start trainers in other processes, as users do.
+"""Fixtures of the trainers' tests, which start trainers in other processes, as users do.
 
 A run's results are read from files.
 """

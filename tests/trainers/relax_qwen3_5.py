@@ -1,6 +1,6 @@
-"""Qwen3.5's text model from Megatron's own layers, on the CPU, for --custom-model-provider-path.
+"""Build Qwen3.5's text model from Megatron's layers, on the CPU, for --custom-model-provider-path.
 
-It is the reference for MindSpeed-Bridge's model with the same arguments. It uses Megatron's
+The model is the reference for MindSpeed-Bridge's with the same arguments. It uses Megatron's own
 GatedDeltaNet with Megatron's PyTorch functions, and the weight names that MindSpeed-Bridge saves.
 """
 

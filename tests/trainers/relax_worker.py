@@ -1,4 +1,4 @@
-"""Setup of each process in a run of Relax: Ray's workers and their driver.
+"""Set up each process in a run of Relax: Ray's workers and their driver.
 
 slime_worker.py does the same for slime, from which Relax was derived. Both read the environment
 variables that slime_train.py explains.

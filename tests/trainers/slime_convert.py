@@ -1,4 +1,4 @@
-"""slime's own conversion of a Hugging Face checkpoint to Megatron's, on the CPU and in fp32.
+"""Run slime's own conversion of a Hugging Face checkpoint to Megatron's, on the CPU in fp32.
 
 python slime_convert.py MODEL ARGUMENTS...
 

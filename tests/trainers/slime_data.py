@@ -1,4 +1,4 @@
-"""Tiny models in slime's form, and rollouts in the files that its trainer reads.
+"""Write tiny models in slime's form, and rollouts in files that its trainer reads.
 
 python slime_data.py FOLDER PROJECT DATA MODEL...
 

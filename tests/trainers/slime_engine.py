@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's engine as slime's rollout.
+"""Let slime use SGLang 0.5.23's engine as its rollout.
 
 slime itself starts SGLang's router and server, and sends prompts and weights. npu-ops fixes what
 prevents this, with one exception, which `install` fixes: slime v0.2.2 compares torch's version with

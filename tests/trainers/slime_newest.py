@@ -1,4 +1,4 @@
-"""slime of August 2026 on CPUs, with rollouts from files: the reference.
+"""Run slime of August 2026 on CPUs, with rollouts from files, as the reference.
 
 python slime_newest.py DEVICES ARGUMENTS...
 

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's Qwen3-VL on CPUs, for slime's --custom-model-provider-path and --spec.
+"""Build Megatron-Bridge's Qwen3-VL on CPUs, for slime's --custom-model-provider-path and --spec.
 
 It uses Megatron's own layers: Bridge's AutoBridge needs Transformer Engine or MindSpeed.
 """

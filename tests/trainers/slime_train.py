@@ -1,4 +1,4 @@
-"""slime's own train.py on Ray, with rollouts from files.
+"""Run slime's own train.py on Ray, with rollouts from files or from SGLang's engine.
 
 python slime_train.py DEVICES ARGUMENTS...
 
@@ -7,6 +7,11 @@ Environment:
 - SLIME_WHO: "shipped", slime with its NPU patches; "engine", slime with npu-ops and with SGLang's
   engine as rollout; "npu_ops", with npu-ops; or "truth", the reference on the CPU.
 - SLIME_RESULTS: the folder to which slime_worker.py writes.
+- SLIME_SOURCES: folders of slime and Megatron-LM, where "truth" reads "cuda" as "cpu".
+- SLIME_BRIDGE: the folder of Megatron-Bridge.
+- SLIME_ENGINE: set if SGLang's engine generates the rollouts.
+- SLIME_WHOLE_BRIDGE, SLIME_MINDSPEED_FIRST: see `slime_worker.with_slimes_patches`.
+- SLIME_STOCK, SLIME_DTYPE: for slime_site/sitecustomize.py, which prepares unchanged trainers.
 """
 
 from __future__ import annotations

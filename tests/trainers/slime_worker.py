@@ -1,4 +1,4 @@
-"""Setup of each process in a run of slime: Ray's workers and their driver."""
+"""Set up each process in a run of slime: Ray's workers and their driver."""
 
 from __future__ import annotations
 
@@ -103,10 +103,11 @@ def with_bare_bridge() -> None:
 
 
 def with_whole_bridge() -> None:
-    """For slime's --megatron-to-hf-mode bridge: work around two faults of Bridge 0.3.1.
+    """For slime's --megatron-to-hf-mode bridge: work around four faults of Bridge 0.3.1.
 
-    For Qwen3-Next it imports a name of a later Megatron-LM. It passes process groups only to models
-    that it builds itself, not to slime's.
+    - For Qwen3-Next it imports a name of a later Megatron-LM.
+    - It passes process groups only to models that it builds itself, not to slime's.
+    - Its CUDA profiler marks raise, and it averages deepstack's gradients (see the two functions).
     """
     specs = importlib.import_module(f"megatron.core.models.gpt.{VARIANTS}_module_specs")
     vars(specs).setdefault(f"get_transformer_block_with_{VARIANTS}_spec", None)

@@ -1,4 +1,4 @@
-"""verl's GRPO trainer on Ray, with its NPU patches and with npu-ops, against the CPU.
+"""Test verl's GRPO trainer on Ray, with its NPU patches and with npu-ops, against the CPU.
 
 Three steps in fp32 on the same answers. Losses, gradient norms, rewards and each sequence's
 log-probabilities, of actor and reference, agree up to rounding. Run by `make test-trainers`;

@@ -1,4 +1,4 @@
-"""verl's SFT trainer with its NPU patches, and with npu-ops, against a reference on the CPU.
+"""Test verl's SFT trainer with its NPU patches, and with npu-ops, against a reference on the CPU.
 
 Two ranks, three steps in fp32: losses and gradient norms agree up to rounding, and each rank counts
 its operator calls. Run by `make test-trainers`; `make test` has one run of each kind.

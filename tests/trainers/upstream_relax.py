@@ -1,4 +1,4 @@
-"""Relax with npu-ops, and its trainer with its NPU patches, against a reference on the CPU.
+"""Test Relax with npu-ops, and its trainer with its own NPU patches, against the CPU.
 
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
     python -m pytest tests/trainers/upstream_relax.py
@@ -35,7 +35,7 @@ def test_pictures_with_npu_ops(folder, truth):
 
 
 def test_pictures_with_relaxs_patches(folder, truth):
-    """The same without recomputation, which cannot save deepstack's list of tensors."""
+    """Train Qwen3-VL without recomputation, which cannot save deepstack's list of tensors."""
     is_by_torch_npu(runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
@@ -49,7 +49,7 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
-    """The same with MindSpeed-Bridge's PyTorch delta rule, as its kernels take only bf16."""
+    """Train Qwen3.5 with MindSpeed-Bridge's PyTorch delta rule, as its kernels take only bf16."""
     found = runs.run(folder, "shipped", "qwen3_5", devices, "split")
     is_by_torch_npu(found, truth("qwen3_5"))
 

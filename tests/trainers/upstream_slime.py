@@ -1,4 +1,4 @@
-"""slime v0.2.2 with its NPU patches, and with npu-ops, against a reference on the CPU.
+"""Test slime v0.2.2 with its NPU patches, and with npu-ops, against a reference on the CPU.
 
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime.py
@@ -86,14 +86,14 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_slimes_patches(devices, folder, truth):
-    """The same with fla's own kernels, and with MindSpeed imported before mbridge."""
+    """Train Qwen3-Next with fla's own kernels, and with MindSpeed imported before mbridge."""
     found = runs.run(folder, "shipped", "qwen3_next", devices)
     is_by_torch_npu(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_experts_with_npu_ops(devices, folder, truth):
-    """On two ranks, each rank has half of the experts."""
+    """Train Qwen3-MoE; on two ranks, each rank has half of the experts."""
     found = runs.run(folder, "npu_ops", "qwen3_moe", devices)
     is_by_npu_ops(found, truth("qwen3_moe"), devices)
     called(found, EXPERTS)
@@ -118,7 +118,7 @@ def test_pictures_with_slimes_patches(folder, truth):
 
 
 def test_pictures_on_two_ranks_with_npu_ops(folder, truth):
-    """With sequence parallelism, as in slime's script for the model."""
+    """Train Qwen3-VL with sequence parallelism, as slime's script for it does."""
     found = runs.run(folder, "npu_ops", "qwen3_vl", 2, runs.EVEN)
     is_by_npu_ops(found, truth("qwen3_vl", rollouts=runs.EVEN), 2)
     called(found, VISION)

@@ -1,4 +1,4 @@
-"""slime of August 2026: its own train.py with npu-ops, against a reference on the CPU.
+"""Test slime of August 2026: its own train.py with npu-ops, against a reference on the CPU.
 
     python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime_newest.py

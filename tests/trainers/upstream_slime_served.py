@@ -1,4 +1,4 @@
-"""slime of August 2026 with SGLang's engine as rollout: its own train.py on the emulated NPU.
+"""Test slime of August 2026 with SGLang's engine as rollout: its own train.py on the emulated NPU.
 
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
     python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed

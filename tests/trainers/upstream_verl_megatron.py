@@ -1,4 +1,4 @@
-"""verl's SFT trainer on its Megatron engine with MindSpeed, on the emulated NPU.
+"""Run verl's SFT trainer on its Megatron engine with MindSpeed, on the emulated NPU.
 
     git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
     git clone https://github.com/ISEEKYAN/mbridge

@@ -1,7 +1,7 @@
-"""verl's own GRPO trainer on Ray: python verl_grpo.py OVERRIDES...
+"""Run verl's own GRPO trainer on Ray: python verl_grpo.py OVERRIDES...
 
 OVERRIDES are of verl's configuration. verl's metrics per step go to VERL_FILE_LOGGER_PATH.
-verl_worker.py writes the workers' records, and says where.
+verl_worker.py writes the workers' records; its docstring says where.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def on(workers: int) -> list[str]:
     ray = {"address": "local", "include_dashboard": False, "object_store_memory": 200_000_000}
     return [
         f"trainer.n_gpus_per_node={workers}",
-        f"{ROLLOUT}.tensor_model_parallel_size={workers}",  # one server
+        f"{ROLLOUT}.tensor_model_parallel_size={workers}",  # one server for all workers
         "ray_kwargs.ray_init.num_cpus=16",
         f"+ray_kwargs.ray_init.resources={{NPU:{workers}}}",
         *(f"+ray_kwargs.ray_init.{name}={value}" for name, value in ray.items()),

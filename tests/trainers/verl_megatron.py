@@ -1,4 +1,4 @@
-"""verl_sft.py with verl's Megatron engine. The arguments are the same, but WHO is never "truth".
+"""Run verl_sft.py with verl's Megatron engine; same arguments, but WHO is never "truth".
 
 There are stand-ins for modules that MindSpeed imports and a machine without an NPU lacks. Training
 is in fp32, which the engine's configuration refuses but its code supports. mbridge expects the

@@ -1,4 +1,4 @@
-"""verl's own SFT trainer, run several times in one process of torchrun.
+"""Run verl's own SFT trainer several times in one process of torchrun.
 
 python -m torch.distributed.run --no-python -- python verl_sft.py FOLDER WHO RUNS
 

@@ -1,8 +1,8 @@
-"""Gradients of deepstack's features with sequence parallelism.
+"""Sums gradients of Qwen3-VL's deepstack features over ranks that use sequence parallelism.
 
 Each rank uses only the features of its own tokens, so it has only their gradients. Bridge averages
 the vision tower's gradients over ranks as if each rank had the gradients of all tokens. The result
-is too small, on GPUs too. This patch first sums the gradients over the ranks.
+is too small, on GPUs too. This patch sums the gradients over the ranks before Bridge averages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def patches() -> Iterable[Patch]:
         op="bridge_deepstack",
         make=_summed,
         why="each rank keeps only the gradients of its own tokens' features",
-        signatures=(),  # none: it may be Bridge's function, or MindSpeed's wrapper of it
+        signatures=(),  # not checked: it may be Bridge's function, or MindSpeed's wrapper of it
         versions="Megatron-Bridge 0.3.1",
         remove_when="Megatron-Bridge adds the gradients of all ranks",
         rebind=False,

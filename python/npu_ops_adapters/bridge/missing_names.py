@@ -17,7 +17,7 @@ _NAME = f"get_transformer_block_with_{_VARIANT}_spec"
 
 
 def patches() -> Iterable[Patch]:
-    """Add a function of that name. A call of it raises an error that names the missing function."""
+    """Add the missing function as a stub. Calling the stub raises an error that names it."""
     if not hasattr(sys.modules.get(_MODULE), _NAME):
         yield Patch(
             target=f"{_MODULE}:{_NAME}",

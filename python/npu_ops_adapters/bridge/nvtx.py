@@ -1,7 +1,7 @@
-"""NVTX: Bridge's Qwen3-VL calls it to mark steps for CUDA's profiler. Without CUDA the calls raise.
+"""Replaces torch.cuda.nvtx's `range_push` and `range_pop` by no-ops: without CUDA they raise.
 
-MindSpeed core_r0.16 replaces these functions, too. But its `range_pop` requires an argument. NVTX's
-has no argument, and Bridge passes none.
+Bridge's Qwen3-VL calls both to mark steps for CUDA's profiler. MindSpeed core_r0.16 replaces them,
+too, but its `range_pop` requires an argument. torch's takes none, and Bridge passes none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def patches() -> Iterable[Patch]:
                 "Megatron-Bridge calls this function in each step, and it raises an error "
                 "without CUDA"
             ),
-            signatures=(),  # none: torch's or MindSpeed's function
+            signatures=(),  # not checked: torch's or MindSpeed's function
             versions="Megatron-Bridge 0.3.1",
             remove_when="Megatron-Bridge checks for a profiler first",
             rebind=False,

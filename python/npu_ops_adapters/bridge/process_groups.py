@@ -1,4 +1,4 @@
-"""Process groups for Bridge's provider of Qwen3-VL.
+"""Sets Megatron-LM's process groups in Bridge's Qwen3-VL provider, if the trainer set none.
 
 Bridge sets the groups when it builds the model itself. slime and others call the provider's
 `provide`, which does not set them.

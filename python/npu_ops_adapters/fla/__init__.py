@@ -1,4 +1,4 @@
-"""flash-linear-attention 0.5.2, its main branch and 0.6: one file for each op.
+"""Adapters for flash-linear-attention (fla) 0.5.2, 0.6 and main: one file for each op.
 
 If fla supports backends for a function, npu-ops registers a backend; other functions are replaced.
 In both cases fla computes the calls that npu-ops does not support.

@@ -1,4 +1,4 @@
-"""The short convolution before linear attention."""
+"""Replaces fla's `causal_conv1d`, the short convolution before linear attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short convolution's decoding step: one token per sequence."""
+"""Replaces the decoding step of fla's short convolution: one token per sequence."""
 
 from __future__ import annotations
 

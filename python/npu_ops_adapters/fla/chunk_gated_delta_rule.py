@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks: a backend in fla's registry that comes before fla's own."""
+"""Adds a backend for `chunk_gated_delta_rule` to fla's registry; fla asks it before its own."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def patches() -> Iterable[Patch]:
 
 
 def _registry() -> str:
-    """Return the target of the registry: that of fla 0.6, or the one before 0.6.
+    """Return the patch target of fla's backend registry, which fla 0.6 has moved and renamed.
 
-    The latter is also returned while fla 0.6 has not filled its registries yet.
+    While fla 0.6 has not filled its registries yet, return the earlier name.
     """
     registries = vars(sys.modules.get("fla.backends", object)).get(_REGISTRIES, {})
     if _OPERATION in registries:
@@ -54,7 +54,7 @@ def _backend(original: None):
     home = sys.modules.get("fla.backends") or sys.modules["fla.ops.backends"]
 
     class NpuOps(home.BaseBackend):
-        """A backend with a priority below fla's (0 and more): the lowest is asked first."""
+        """Backend that fla asks first: lowest priority number first, and fla's are 0 or more."""
 
         backend_type = "npu_ops"
         priority = -1
@@ -86,7 +86,8 @@ def ours(*args, cp_context=None, transpose_state_layout=None, **options) -> Call
     state of any float dtype, so a half-precision state is converted. cu_seqlens_cpu and
     chunk_indices are ignored.
 
-    cp_context: fla's context, in which each rank has one span of tokens. It overrides cu_seqlens.
+    cp_context: fla's context, in which each rank has one contiguous range of tokens. It overrides
+    cu_seqlens.
     """
     if len(args) > _POSITIONS:
         raise TypeError(f"got {len(args)} positional arguments, needs {_POSITIONS} at most")

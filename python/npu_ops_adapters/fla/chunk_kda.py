@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: by chunks, and token by token. Both have a gradient."""
+"""Replaces fla's Kimi Delta Attention, by chunks and token by token; both have a gradient."""
 
 from __future__ import annotations
 

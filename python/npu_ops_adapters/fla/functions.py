@@ -28,8 +28,9 @@ def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: 
 
     ours: takes fla's arguments and returns a function that computes the result, or raises TypeError
     or ValueError if npu-ops does not support the call.
-    signatures: fla's, of all known versions; the default is the signature of `ours`.
-    op: npu-ops' name, if it differs.
+    signatures: parameter names of fla's function, a tuple per known version; default: those of
+    `ours`.
+    op: npu-ops' name of the op; default: `name`.
     """
     op = op or name
     module = next((module for module in modules if module in sys.modules), modules[-1])
@@ -59,11 +60,11 @@ def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
 
     fla's context has two things:
 
-    - the starts of sequences in this rank's span of tokens;
-    - how many tokens of the span's first sequence are on earlier ranks.
+    - the starts of sequences in this rank's contiguous range of tokens;
+    - how many tokens of the range's first sequence are on earlier ranks.
 
-    The returned cu_seqlens counts from rank 0's first token: `[0, start of the span's first
-    sequence, starts in the span]`. All earlier sequences count as one, because npu-ops does not
+    The returned cu_seqlens counts from rank 0's first token: `[0, start of the range's first
+    sequence, starts in the range]`. All earlier sequences count as one, because npu-ops does not
     need their starts.
 
     Args:

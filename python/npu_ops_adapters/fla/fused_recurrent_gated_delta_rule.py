@@ -1,4 +1,4 @@
-"""The gated delta rule token by token. fla has no backends for this function, so it is replaced."""
+"""Replaces fla's gated delta rule token by token, a function for which fla has no backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decay of Gated Delta Net, which fla computes in a function of its own."""
+"""Replaces fla's `fused_gdn_gate`, which computes the decay of Gated Delta Net."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""l2norm of queries and keys in fla's layers.
+"""Replaces fla's `l2norm`, which normalizes queries and keys in its layers.
 
 fla supports backends only for the two kernels of l2norm, so the function itself is replaced.
 """

@@ -1,4 +1,4 @@
-"""Gated RMSNorm: the gate comes after the norm, or before it."""
+"""Replaces fla's two gated RMSNorms, which apply the gate after the norm or before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-Core 0.12 to 0.19 and main: one file for each op, each with its `patches()`."""
+"""Adapters for Megatron-Core 0.12 to 0.19 and main: one file per op, each with `patches()`."""
 
 from __future__ import annotations
 

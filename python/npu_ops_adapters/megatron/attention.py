@@ -1,4 +1,4 @@
-"""Core attention: a module that replaces Megatron's core attention in layer specs.
+"""Replaces Megatron's core attention in layer specs by a module that calls npu-ops.
 
 The module calls `npu_ops.attention` if npu-ops supports the call. For other calls it builds and
 runs the module that it replaced. It does not derive from DotProductAttention, because
@@ -44,7 +44,7 @@ def patches() -> Iterable[Patch]:
                 "DotProductAttention allocates memory for every pair of tokens, and supports "
                 "no packed sequences"
             ),
-            # none: parameters are read by name, and only config and submodules matter
+            # not checked: parameters are read by name, and only config and submodules matter
             signatures=(),
             versions="Megatron-Core 0.12 to 0.19 and main",
             remove_when="Megatron-Core's own attention has NPU kernels",

@@ -1,4 +1,4 @@
-"""Bias-dropout-add: the three functions that `get_bias_dropout_add` looks up at each call."""
+"""Replaces the three functions that Megatron's `get_bias_dropout_add` looks up at each call."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _replace(original: Callable, training: bool) -> Callable:
     # compiled.
     rules = _rules(getattr(original, "_torchdynamo_orig_callable", original))
 
-    # It must be a plain function: Megatron's build_module accepts nothing else.
+    # The replacement must be a plain function: Megatron's build_module accepts nothing else.
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_bias_dropout_add(x_with_bias, residual, prob):
         x, bias = x_with_bias
@@ -114,7 +114,7 @@ def _fits(tensor, x) -> bool:
 
 
 def _any_requires_grad(*tensors) -> bool:
-    """Return whether a tensor requires a gradient. Megatron's rule ignores the grad mode, too."""
+    """Return whether a tensor requires a gradient. Like Megatron, ignore torch.no_grad()."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

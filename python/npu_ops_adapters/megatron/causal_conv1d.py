@@ -1,4 +1,4 @@
-"""The short convolution of Gated Delta Net.
+"""Replaces the short convolution of Megatron's Gated Delta Net.
 
 From Megatron-Core 0.18 on, layers take the function from fla. Earlier ones take it from the package
 causal-conv1d, whose function has channels before time. Layers use torch.nn.Conv1d if that package
@@ -72,7 +72,7 @@ def _replace_channels_first(original: Callable | None) -> Callable:
 
 
 def _convolve(x, weight, bias=None, activation=None):
-    """Compute the convolution as a layer does without the package."""
+    """Compute the convolution as a layer does without the package causal-conv1d."""
     channels, taps = weight.shape
     y = F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=channels)
     y = y[..., : x.shape[-1]]

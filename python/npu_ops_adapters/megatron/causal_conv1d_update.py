@@ -1,4 +1,4 @@
-"""The short convolution's decoding step, for Megatron's layers without fla."""
+"""Adds the short convolution's decoding step to Megatron's layers if fla is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing with lists of tensors: Qwen3-VL's deepstack features.
+"""Lets activation checkpointing take lists of tensors, such as Qwen3-VL's deepstack features.
 
 Megatron's checkpoint handles only tensors: a list among the arguments is an error, and a list among
 the results has no gradient. This patch passes the elements of lists one by one.

@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks, which Megatron's GatedDeltaNet takes from fla for training.
+"""Replaces the chunked gated delta rule that Megatron's GatedDeltaNet takes from fla for training.
 
 In deterministic mode Megatron calls its own function, which is not replaced.
 """

@@ -103,7 +103,8 @@ def _add(original: Callable) -> Callable:
                 raise ValueError(
                     f"{name}: got a value, needs None or False with NPU_OPS_CONSISTENT"
                 )
-        if len(permuted_tokens) % max(tokens, 1):  # otherwise the device writes NaN
+        # Rows that divide evenly may still be unequal per token; the result is then NaN, see below.
+        if len(permuted_tokens) % max(tokens, 1):
             raise ValueError(
                 f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs the"
                 " same number for each token with NPU_OPS_CONSISTENT: set"

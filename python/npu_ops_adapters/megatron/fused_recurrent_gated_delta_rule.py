@@ -1,4 +1,4 @@
-"""The delta rule token by token, for Megatron's layers without fla."""
+"""Adds the delta rule token by token to Megatron's layers if fla is missing."""
 
 from __future__ import annotations
 

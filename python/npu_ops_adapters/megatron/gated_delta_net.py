@@ -1,4 +1,4 @@
-"""Gated Delta Net: lets Megatron build its module without flash-linear-attention.
+"""Lets Megatron build its Gated Delta Net without flash-linear-attention (fla).
 
 The module takes `chunk_gated_delta_rule`, `l2norm` and the convolution from fla; other patches
 replace these. Without fla the module refuses to build a layer, whatever the configuration. In
@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
         "gated_delta_net",
         _replace,
         why="without fla Megatron-Core builds no layer, though npu-ops has all functions it needs",
-        signatures=(),  # none: it is a bool
+        signatures=(),  # not checked: it is a bool
         remove_when="Megatron-Core checks for the functions instead of for fla",
     )
 
@@ -60,7 +60,7 @@ def replaced(
 
 
 def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> Iterable[Patch]:
-    """Yield a patch of a layer's method, in the class that defines it. Some versions lack it."""
+    """Yield a patch of a layer's method, in each class that defines it (none in some versions)."""
     for module, owner, layer in layers():
         if name in vars(layer) and not _is_abstract(vars(layer)[name]):
             target, signatures = f"{owner}.{name}", (("self", *parameters),)
@@ -68,7 +68,7 @@ def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> I
 
 
 def layers() -> Iterable[tuple[str, str, type]]:
-    """Yield (module, name, class) for the classes of the layer's modules."""
+    """Yield (module, name, class) for each class in the modules that define Gated Delta Net."""
     for module in dict.fromkeys((home(), *importers())):
         for name, value in list(vars(sys.modules.get(module, sys)).items()):
             at_home = module == home() or getattr(value, "__module__", None) == module
@@ -132,7 +132,7 @@ def _replace(original: bool) -> bool:
 
 
 def _needed() -> Names:
-    """Return the names a layer needs. Before 0.18 it works without causal_conv1d."""
+    """Return the names a layer needs. Before Megatron-Core 0.18 causal_conv1d is not needed."""
     convolution = ("causal_conv1d",) if convolution_name() == "causal_conv1d" else ()
     return ("chunk_gated_delta_rule", "l2norm", *convolution)
 

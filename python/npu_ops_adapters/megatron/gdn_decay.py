@@ -1,4 +1,4 @@
-"""Gated Delta Net's decay exp(A_log) in fp32, for Megatron-Core 0.16 and 0.17.
+"""Computes Gated Delta Net's decay exp(A_log) in fp32, for Megatron-Core 0.16 and 0.17.
 
 These versions round exp(A_log) to the parameter's dtype, so a trainer in bf16 has another decay
 than transformers and all servers. From 0.18 on, a method computes the gates; gdn_gate.py replaces

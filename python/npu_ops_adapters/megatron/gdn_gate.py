@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net: a method from Megatron-Core 0.18 on, which main has renamed."""
+"""Replaces the method for Gated Delta Net's gates: new in Megatron-Core 0.18, renamed in main."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def patches() -> Iterable[Patch]:
     """Patch the function that sums gradients over tensor-parallel ranks, on a machine with NPUs."""
     home = sys.modules.get(_HOME)
     if home and not (hasattr(home, _NAME) and hardware.is_npu()):
-        return  # before 0.13 it has another name, and there is no Gated Delta Net
+        return  # no NPU; or Megatron-Core before 0.13, which has no Gated Delta Net
     yield Patch(
         target=f"{_HOME}:{_NAME}",
         op="gdn_gradients",

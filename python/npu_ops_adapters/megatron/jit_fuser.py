@@ -36,7 +36,7 @@ def patches() -> Iterable[Patch]:
         op="jit_fuser",
         make=_replace,
         why=_WHY,
-        signatures=(),  # none: torch.compile, a no-op or another adapter's; each is a decorator
+        signatures=(),  # not checked: torch.compile, a no-op or another adapter's decorator
         versions=_VERSIONS,
         remove_when=_REMOVE,
         note=lambda: f"{len(_uncompiled)} functions left uncompiled",

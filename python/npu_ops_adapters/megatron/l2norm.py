@@ -1,4 +1,4 @@
-"""l2norm of queries and keys, which Megatron's GatedDeltaNet takes from fla."""
+"""Replaces the l2norm of queries and keys that Megatron's GatedDeltaNet takes from fla."""
 
 from __future__ import annotations
 

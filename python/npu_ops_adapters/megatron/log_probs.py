@@ -46,7 +46,7 @@ def _smoothed(original: Callable) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
         if label_smoothing:
-            # older Megatron-Core has no such argument
+            # older Megatron-Core has no argument tp_group
             group = () if tp_group is None else (tp_group,)
             return original(vocab_parallel_logits, target, label_smoothing, *group)
         return _cross_entropy(vocab_parallel_logits, target, tp_group)

@@ -1,4 +1,4 @@
-"""Multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ between samples.
+"""Replaces multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ between samples.
 
 Megatron's `MultimodalRotaryEmbedding` makes such freqs. Transformer Engine does not support them.
 So Megatron passes them to the unfused function even with apply_rope_fusion=True, and warns. Ignore

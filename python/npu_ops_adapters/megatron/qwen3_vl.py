@@ -1,4 +1,4 @@
-"""Megatron-Bridge's Qwen3-VL: rope with freqs per token, which bypasses Megatron's dispatcher.
+"""Replaces Qwen3-VL's rope in Megatron-Bridge: freqs per token, bypassing Megatron's dispatcher.
 
 From 0.4 on, Bridge calls the unfused function itself, and converts to fp32 and back if
 `apply_rotary_pos_emb_in_fp32` is set. npu-ops computes in fp32 and rounds once.
@@ -41,7 +41,7 @@ def patches() -> Iterable[Patch]:
                 op="mrope",
                 make=functools.partial(_without, argument=argument),
                 why=f"slime passes {argument}, which not all versions of this function have",
-                signatures=(),  # none: all other arguments are passed on
+                signatures=(),  # not checked: all other arguments are passed on
                 versions="Megatron-Bridge 0.3",
                 remove_when=f"this function has {argument}",
             )

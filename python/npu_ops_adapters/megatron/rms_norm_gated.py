@@ -1,4 +1,4 @@
-"""The gated norm of Gated Delta Net: RMSNorm of the delta rule's output, times a gate."""
+"""Replaces Gated Delta Net's gated norm: RMSNorm of the delta rule's output, times a gate."""
 
 from __future__ import annotations
 

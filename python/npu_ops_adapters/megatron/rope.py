@@ -1,4 +1,4 @@
-"""Rotary embedding: the functions of Megatron's unfused path and the slots of its fused path.
+"""Replaces the functions of Megatron's unfused rope, and fills the slots of its fused rope.
 
 A slot is a name that holds Transformer Engine's function, or None. Megatron looks up all these
 names at each call. Calls that npu-ops does not support run the function that was there before.
@@ -139,7 +139,8 @@ def _fill_packed(original: Callable | None) -> Callable:
             return _rotate_packed(call, cp_size, cp_rank, knows_per_token)
         if original is None:
             return _unfused_packed(call, cp_size, cp_rank)
-        more = {"interleaved": True} if interleaved else {}  # unknown before 0.17
+        # Megatron-Core before 0.17 has no argument `interleaved`.
+        more = {"interleaved": True} if interleaved else {}
         return original(t, cu_seqlens, freqs, cp_size=cp_size, cp_rank=cp_rank, **more)
 
     return npu_ops_fused_packed_rope
@@ -193,7 +194,7 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
     """
     names = list(inspect.signature(original).parameters)
     renamed = {}
-    if "mla_rotary_interleaved" not in names:  # its name up to 0.18
+    if "mla_rotary_interleaved" not in names:  # up to 0.18: multi_latent_attention
         renamed = {"multi_latent_attention": "mla_rotary_interleaved"}
         names = [renamed.get(name, name) for name in names]
     packing = {"cu_seqlens", "cp_group", "max_seqlen"}

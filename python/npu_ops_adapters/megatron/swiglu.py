@@ -1,4 +1,4 @@
-"""SwiGLU: the forward and the backward function that Megatron's autograd functions call.
+"""Replaces SwiGLU's forward and backward functions, which Megatron's autograd functions call.
 
 Megatron still handles biases, experts' weights, and inputs that are kept in fp8 or offloaded.
 MindSpeed has its own autograd function, which calls neither function. With NPU_OPS_CONSISTENT

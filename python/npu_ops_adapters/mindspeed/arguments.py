@@ -43,7 +43,7 @@ def _declared(features: Iterable[Any]) -> dict[str, Any]:
     for feature in features:
         try:
             feature.register_args(parser)
-        except Exception:  # it changes an option of Megatron's parser, which this parser lacks
+        except Exception:  # the feature changes an option of Megatron's, which this parser lacks
             continue
     actions = parser._actions
     return {a.dest: a.default for a in actions if a.default is not argparse.SUPPRESS}

@@ -1,4 +1,4 @@
-"""Attention in layers that still hold Megatron's DotProductAttention; MindSpeed patches that class.
+"""Replaces attention in layers that still hold DotProductAttention, a class MindSpeed patches.
 
 Layers that are built with npu-ops have `megatron.attention`'s module and never call this class.
 """
@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
         op="attention",
         make=_replace_engine,
         why="later Megatron-Core versions have fields that it does not accept",
-        signatures=(),  # none: its thirty parameters are passed on
+        signatures=(),  # not checked: its thirty parameters are passed on
         versions=VERSIONS,
         remove_when="MindSpeed accepts all fields of its Megatron-Core's PackedSeqParams",
     )

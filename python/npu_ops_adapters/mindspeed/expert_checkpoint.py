@@ -1,4 +1,4 @@
-"""Checkpoints of MindSpeed's experts in core_r0.12.
+"""Passes the experts' process groups when MindSpeed core_r0.12 saves and loads experts.
 
 This version saves and loads experts with the tensor-parallel group of attention. But experts have
 their own group, of `--expert-tensor-parallel-size` ranks.

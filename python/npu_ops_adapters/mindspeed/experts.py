@@ -1,6 +1,6 @@
 """With NPU_OPS_CONSISTENT, MindSpeed's grouped experts are computed as Megatron's are.
 
-MindSpeed's classes named after Transformer Engine's call torch_npu's product, which
+MindSpeed's classes named after Transformer Engine's call torch_npu's grouped matmul, which
 `npu_ops.consistent` replaces. Its older classes call an operator that MindSpeed compiles itself.
 """
 
@@ -18,7 +18,7 @@ _HOME = "mindspeed.core.transformer.moe"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the layer and its product; nothing without NPU_OPS_CONSISTENT."""
+    """Patch the experts' forward and their grouped matmul; nothing without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     settings = {
@@ -37,7 +37,7 @@ def patches() -> Iterable[Patch]:
         target=f"{_HOME}.grouped_gemm_util:Ops.gmm",
         make=lambda original: staticmethod(gmm),
         why="its bits depend on the number of tokens",
-        signatures=(),  # none: it is a static method
+        signatures=(),  # not checked: it is a static method
         **settings,
     )
 
@@ -45,7 +45,8 @@ def patches() -> Iterable[Patch]:
 def gmm(a, b, batch_sizes, trans_b=False, gemm_fusion=False, original_weight=None):
     """Multiply each expert's rows of a by its matrix of b, in place of MindSpeed's function.
 
-    a: `[T, K]`. b: `[E, K, N]`. batch_sizes: `[E]`, number of rows of each expert.
+    a: `[T, K]`. b: `[E, K, N]`. batch_sizes: `[E]`, number of rows of each expert. original_weight
+    is ignored.
 
     Returns:
         `[T, N]`.

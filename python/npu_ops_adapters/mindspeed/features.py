@@ -88,7 +88,7 @@ def _patch(target: str, make: Callable, why: str, **changes) -> Patch:
         op="mindspeed",
         make=make,
         why=why,
-        signatures=(),  # none: class and static methods cannot be inspected
+        signatures=(),  # not checked: class and static methods cannot be inspected
         versions=VERSIONS,
         remove_when="MindSpeed loads features of other packages",
         **changes,

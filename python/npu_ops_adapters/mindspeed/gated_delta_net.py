@@ -1,9 +1,9 @@
-"""Gated Delta Net with MindSpeed: its layer, and the operators that it selects for the layer.
+"""Replaces the operators that MindSpeed's layers of Gated Delta Net import or select.
 
 core_r0.16 has its own layer (for context parallelism and packed sequences), which imports operators
-by value. core_r0.18 has a subclass of Megatron's layer, which imports two operators under other
-names; later versions load operators when the layer is built. MindSpeed also sets operators under
-fla's names. Megatron's layer imports these, and the Megatron adapter replaces them there.
+by value. core_r0.18 has a subclass of Megatron's layer, whose module imports two operators under
+other names; later versions load operators when the layer is built. MindSpeed also sets operators
+under fla's names. Megatron's layer imports these, and the Megatron adapter replaces them there.
 
 MindSpeed-Bridge has another layer, for Qwen3.5 on core_r0.16. Its configuration selects MindSpeed's
 kernels, fla_npu's kernels, or PyTorch.

@@ -1,4 +1,4 @@
-"""Rope of MindSpeed-Bridge's Qwen3.5: its own copy of Megatron-Bridge's Qwen3-VL from 0.4 on."""
+"""Replaces rope in MindSpeed-Bridge's Qwen3.5, a copy of Megatron-Bridge 0.4's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm that multiplies by 1 + weight, as in Qwen3-Next and Qwen3.5.
+"""Replaces RMSNorm where it multiplies by 1 + weight, as in Qwen3-Next and Qwen3.5.
 
 MindSpeed computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so a trainer
 normalizes with other weights than transformers, Transformer Engine and a server. MindSpeed's norm

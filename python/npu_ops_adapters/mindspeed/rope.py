@@ -1,8 +1,8 @@
-"""Rotary embedding with MindSpeed: a dispatcher with all arguments, and fused mrope.
+"""Replaces MindSpeed's rope dispatcher by one with all arguments, and allows fused mrope.
 
 MindSpeed replaces Megatron's dispatcher, `apply_rotary_pos_emb`, by an earlier version of that
-function. It lacks `mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions drops
-`cp_group`.
+function. The earlier one lacks `mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some
+versions drops `cp_group`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def patches() -> Iterable[Patch]:
 
 
 def dispatcher() -> Patch:
-    """Patch `apply_rotary_pos_emb`, which only MindSpeed replaces."""
+    """Patch `apply_rotary_pos_emb`. Only needed with MindSpeed, which replaces it."""
     return Patch(
         target=f"{rope.MODULE}:apply_rotary_pos_emb",
         op="rope",

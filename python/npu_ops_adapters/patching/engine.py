@@ -1,4 +1,4 @@
-"""Planning, applying, verifying and reverting patches."""
+"""Plans, applies, verifies and reverts patches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANAGER = "the framework's patch manager"
 
 @dataclasses.dataclass(eq=False)
 class Applied:
-    """An applied patch: the place, the original and the replacement."""
+    """An applied patch: its place (owner and attribute name), the original and the replacement."""
 
     patch: Patch
     owner: Any
@@ -143,14 +143,14 @@ def live() -> Iterator[Applied]:
 
 
 def outermost() -> dict[tuple[int, str], Applied]:
-    """Return the patch applied last, for each place."""
+    """Map each place, as in `Applied.place`, to the patch that was applied there last."""
     return {applied.place: applied for applied in live()}
 
 
 def is_overwritten(applied: Applied, top: Applied) -> bool:
     """Return whether other code has overwritten the place of `applied`.
 
-    It has not if the place holds any function of npu-ops, or a wrapper of `top`'s replacement.
+    False if the place holds any function of npu-ops, or a wrapper of `top`'s replacement.
 
     top: the last patch that was applied at that place.
     """

@@ -1,4 +1,4 @@
-"""Patches that a framework's own patch manager (MindSpeed's) applies for us.
+"""Lets a framework's own patch manager (MindSpeed's) apply npu-ops' patches.
 
 Such a manager overwrites functions that other code has replaced. So `hand_over` reverts our patches
 and leaves their targets to the manager. Each time the manager patches a target, it calls `place` to

@@ -1,4 +1,4 @@
-"""Records of patches: Patch, State, Status."""
+"""Defines what describes a patch and its state: Patch, State, Status, Statuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_ops.core.registry import Table
 
 Names = tuple[str, ...]
 
-# Names that NPU_OPS_DISABLE accepts besides those of npu-ops' operators.
+# Names of patches that NPU_OPS_DISABLE accepts, besides "all" and the names of npu-ops' operators.
 NO_OPS = frozenset(
     {
         "bridge_deepstack",
@@ -49,7 +49,7 @@ NO_OPS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One replacement.
+    """One replacement of a framework's function, class, method or value.
 
     target: "module:attribute", "module:Class.attribute" or "module:dict.key"; further dots nest.
     op: its name in NPU_OPS_DISABLE.

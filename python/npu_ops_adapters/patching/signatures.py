@@ -1,4 +1,4 @@
-"""Reasons why a target cannot be replaced, and names of objects for messages."""
+"""Tells why a target cannot be replaced; compares signatures and names objects for messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line options that Relax and MindSpeed both define, which argparse rejects."""
+"""Skips MindSpeed's command-line options that Relax has defined; argparse rejects duplicates."""
 
 from __future__ import annotations
 

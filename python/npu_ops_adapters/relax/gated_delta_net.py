@@ -1,4 +1,4 @@
-"""Settings that MindSpeed-Bridge's layer of Gated Delta Net reads and Relax does not set."""
+"""Adds settings that MindSpeed-Bridge's layer of Gated Delta Net reads and Relax does not set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relax's process groups with newer torch, which has renamed collectives."""
+"""Adds collectives under the names of newer torch to Relax's process groups."""
 
 from __future__ import annotations
 

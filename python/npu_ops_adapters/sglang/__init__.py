@@ -1,4 +1,4 @@
-"""SGLang 0.5.9 to 0.5.23: one file for each op, each with its `patches()`.
+"""Adapters for SGLang 0.5.9 to 0.5.23: one file for each op, each with its `patches()`.
 
 From 0.5.11 on SGLang loads plugins when one of its processes starts. Then `register` registers the
 replacements as hooks, so hooks of other plugins still work. For earlier versions, and for targets
@@ -18,14 +18,14 @@ _SHARED = ("functions", "hooks")
 
 
 def patches() -> Iterable[Patch]:
-    """Return the patches of all modules here, in the order of the modules' names."""
+    """Yield the patches of all modules in this package, in the order of the modules' names."""
     for module in pkgutil.iter_modules(__path__):
         if module.name not in _SHARED:
             yield from importlib.import_module(f"{__name__}.{module.name}").patches()
 
 
 def register() -> None:
-    """Register the hooks with SGLang: the entry point of the group sglang.srt.plugins."""
+    """Register the hooks. SGLang calls this as an entry point of the group sglang.srt.plugins."""
     _hooks().register(patches())
 
 

@@ -1,4 +1,4 @@
-"""Attention over the paged cache in SGLang's backend for NPUs, `ascend`.
+"""Replaces attention over the paged KV cache in SGLang's backend for NPUs, `ascend`.
 
 A captured graph contains sequence lengths. Before each replay torch_npu can update the lengths of
 its own operators, by the argument's name. But it finds only calls in SGLang's code, none inside

@@ -1,9 +1,9 @@
-"""SGLang's Gated Delta Net backend for NPUs. It calls sgl-kernel-npu's operators directly.
+"""Replaces methods of SGLang's NPU backend for Gated Delta Net, which call sgl-kernel-npu directly.
 
-Even from SGLang 0.5.23 on, only its decoding step goes through SGLang's kernel dispatcher. So this
-file replaces the backend's methods.
+Even from SGLang 0.5.23 on, only the backend's decoding step uses SGLang's kernel dispatcher. So
+patching the dispatcher would not be enough.
 
-Layouts of its states:
+Layouts of the backend's states:
 - Convolution: `[slots, rows, D]`. The last W - 1 rows are the last tokens; the rows before them are
   for draft tokens.
 - Delta rule: `[values, keys]` from 0.5.23 on. Before, the version of sgl-kernel-npu determines the
@@ -27,7 +27,7 @@ _PARAMETERS = ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"
 
 
 def patches() -> Iterable[Patch]:
-    """Replace the backend's methods for decoding and for prefill, if there is an NPU."""
+    """Patch the methods for decoding and prefill, with an NPU and SGLang 0.5.20 or newer."""
     if functions.on_npu() and functions.since("0.5.20"):
         for name, ours in (("forward_decode", decode), ("forward_extend", extend)):
             target = f"{MODULE}:AscendGDNAttnBackend.{name}"

@@ -1,4 +1,4 @@
-"""Attention over the cache of keys and values in SGLang's backend `torch_native`."""
+"""Replaces attention over the KV cache in SGLang's backend `torch_native`."""
 
 from __future__ import annotations
 

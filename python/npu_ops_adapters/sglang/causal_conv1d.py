@@ -1,4 +1,4 @@
-"""The short convolution before linear attention, in prefill."""
+"""Replaces SGLang's short convolution before linear attention, in prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convolution of new tokens: one per sequence in decoding, a few in verification."""
+"""Replaces SGLang's short convolution of new tokens: one per sequence, or a few draft tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta rule of prefill in SGLang 0.5.9. `gated_delta_net` handles later versions."""
+"""Replaces the delta rule of prefill in SGLang 0.5.9; `gated_delta_net.py` in later versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta rule of Gated Delta Net: replaces the kernels that SGLang dispatches to.
+"""Replaces the kernels that SGLang dispatches to for Gated Delta Net's delta rule.
 
 SGLang's pool has a state for each running sequence. Whether a state is [keys, values] or [values,
 keys] depends on the version of SGLang and, on NPUs, of sgl-kernel-npu, see `state_v_first`. If K
@@ -176,8 +176,8 @@ class Kernel:
         """Compute a prefill of packed sequences: output, final states, states between chunks.
 
         On NPUs SGLang's backend writes the final states to the pool. Elsewhere this method writes
-        them, and returns None for them. `options` are for kernels that keep states at checkpoints;
-        SGLang asks a kernel first whether it does.
+        them, if inplace_update is set, and returns None for them. `options` are for kernels that
+        keep states at checkpoints; SGLang asks a kernel first whether it does.
         """
         o, after, between = prefill(
             self._v_first, q, k, v, g, beta, ssm_states, cache_indices, query_start_loc

@@ -1,4 +1,4 @@
-"""The delta rule of decoding in SGLang 0.5.9. `gated_delta_net` handles later versions.
+"""Replaces the delta rule of decoding in SGLang 0.5.9; `gated_delta_net.py` in later versions.
 
 To verify draft tokens, SGLang passes computed gates; npu-ops does not replace that call.
 """
@@ -13,7 +13,7 @@ from npu_ops_adapters.sglang import functions, gated_delta_net
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the function in the module of SGLang's backend, which reads it when it is built."""
+    """Patch the function in SGLang's backend module; the backend looks it up when it is built."""
     if not functions.since("0.5.10"):
         names = parameters(ours)
         yield functions.replaced(

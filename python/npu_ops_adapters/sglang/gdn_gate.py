@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net in prefill; in decoding, the delta rule computes them."""
+"""Replaces the gates of Gated Delta Net in prefill; in decoding, the delta rule computes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen4-Exp's streams of hidden states: the functions that mix and combine them.
+"""Selects PyTorch functions to mix and combine Qwen4-Exp's streams of hidden states.
 
 SGLang compiles these functions, so they round once; training rounds after each operator. In SGLang
 torch_npu's `transfer_to_npu` makes `Tensor.is_cuda` True on NPUs, so SGLang chooses CUDA kernels.
@@ -18,7 +18,9 @@ _HOME = "sglang.srt.layers.hyperconnection"
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the code that chooses a kernel. On CPUs this needs NPU_OPS_CONSISTENT."""
+    """Patch the code that chooses a kernel, from SGLang 0.5.23 on.
+    On CPUs patch it only with NPU_OPS_CONSISTENT.
+    """
     if not functions.since("0.5.23") or not (functions.on_npu() or env.settings.consistent):
         return
     yield Patch(

@@ -1,4 +1,4 @@
-"""Multimodal rotary embedding: positions `[3, T]` of time, height and width."""
+"""Replaces multimodal rotary embedding: positions `[3, T]` of time, height and width."""
 
 from __future__ import annotations
 

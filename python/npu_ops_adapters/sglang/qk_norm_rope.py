@@ -1,11 +1,12 @@
-"""Split, q and k norms and rotation of Qwen3's attention, for code that runs them separately.
+"""Fuses split, q and k norms and rotation of Qwen3's attention, where SGLang runs them separately.
 
 SGLang runs them separately on CPUs. On NPUs it does so for Qwen3 before 0.5.15, for Qwen3-Next, and
 for Qwen3.5 without mrope sections, but not in decoding. `split_qkv_rmsnorm_rope` and
 `split_gated_qkv` replace the fused kernels of sgl-kernel-npu.
 
 For Qwen3.5's prompts SGLang passes 1 + weight, rounded to the model's dtype, to sgl-kernel-npu;
-decoding and training do not round it. With NPU_OPS_CONSISTENT this file replaces that method, too.
+decoding and training do not round it. With NPU_OPS_CONSISTENT and SGLang 0.5.23 this file also
+replaces the prompts' method, `forward_prepare_npu_prefill`.
 """
 
 from __future__ import annotations

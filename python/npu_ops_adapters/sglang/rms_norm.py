@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with a residual, with the rounding of training.
+"""Replaces RMSNorm, alone and with a residual, to round as in training.
 
 On NPUs SGLang's `GemmaRMSNorm` rounds 1 + weight to bf16 before it multiplies. On CPUs its
 `RMSNorm` does not round the sum before it normalizes. Trainers round the sum and the result,
@@ -26,9 +26,9 @@ _SIGNATURES = (_GEMMA[:3], _GEMMA, (*_GEMMA, "quant_linear"))
 
 
 def patches() -> Iterable[Patch]:
-    """Patch `forward_npu`, `forward_cpu` and `forward_native`, which SGLang compiles.
+    """Patch `forward_npu`, `forward_cpu` and `forward_native`; SGLang compiles the last.
 
-    A norm selects one of them when it is built.
+    A norm selects one of them when it is built. From 0.5.23 on, also patch two norms of groups.
     """
     why = "it rounds a sum and 1 + weight differently from training"
     for name, ours in (("RMSNorm", ours_plain), ("GemmaRMSNorm", ours_zero_centered)):

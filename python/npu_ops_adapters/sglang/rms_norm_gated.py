@@ -1,4 +1,4 @@
-"""The gated norm of Gated Delta Net."""
+"""Replaces the gated norm of Gated Delta Net, in SGLang's copy of fla."""
 
 from __future__ import annotations
 

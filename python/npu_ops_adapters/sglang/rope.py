@@ -1,4 +1,4 @@
-"""Rotary embedding: `RotaryEmbedding` on an NPU, and on a CPU without SGLang's own kernels."""
+"""Replaces `RotaryEmbedding` on an NPU, and on a CPU without SGLang's own kernels."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def silu_and_mul(module, x):
 
 
 def with_the_order_of_training(original: Callable) -> Callable:
-    """Wrap `__init__` to set the option that SGLang has for its own trainers."""
+    """Wrap `__init__` to set SGLang's option for trainers: the deepstack order of transformers."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Qwen4-Exp's sparse attention: a query attends to the keys that an indexer chooses for it.
+"""Replaces Qwen4-Exp's sparse attention: a query attends to keys that an indexer chooses for it.
 
 SGLang has this attention for CUDA and ROCm. On other devices its indexer has no method to run. Its
 attention loops over the queries, and expects a cache of another shape than caches on NPUs have. On
@@ -75,16 +75,16 @@ def not_fused(self, tensor):
 
 
 def largest(score, lengths, topk, row_starts=None):
-    """Return int32 `[T, topk]`: the indices of the largest elements in a span of each row.
+    """Return int32 `[T, topk]`: the indices of the largest elements in a range of each row.
 
-    A row's span is `lengths` elements from `row_starts` on; indices count from its start. If a span
-    has fewer than topk elements, -1 fills the rest.
+    A row's range is `lengths` elements from `row_starts` on; indices count from its start. If a
+    range has fewer than topk elements, -1 fills the rest.
     """
     functions.check_device(score)
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     out = lengths.new_full((score.shape[0], topk), -1, dtype=torch.int32)
     if env.settings.consistent:
-        # Among equal scores, topk chooses as in training only if it gets the span alone.
+        # Among equal scores, topk chooses as in training only if it gets the range alone.
         for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             found = score[row, start : start + length].topk(min(topk, length)).indices
             out[row, : found.shape[0]] = found.to(torch.int32)
@@ -99,7 +99,7 @@ def largest(score, lengths, topk, row_starts=None):
 
 
 def largest_of_spans(logits, row_starts, row_ends, topk):
-    """Do the same as `largest`, for spans given by starts and ends."""
+    """Do the same as `largest`, for ranges given by their starts and ends."""
     return largest(logits, row_ends - row_starts, topk, row_starts)
 
 

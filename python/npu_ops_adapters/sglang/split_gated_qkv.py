@@ -1,4 +1,4 @@
-"""The gated projection of Qwen3-Next's and Qwen3.5's attention on NPUs.
+"""Computes Qwen3-Next's and Qwen3.5's gated projection where sgl-kernel-npu's kernels cannot.
 
 sgl-kernel-npu has a kernel that splits, normalizes and rotates for decoding, and another one, with
 mrope sections, for Qwen3.5's prefill. Both need a head dimension that is a power of two, and the
@@ -100,7 +100,8 @@ def prefill(
     qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section,
     is_interleaved, rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
 ):  # fmt: skip
-    """Do the same as `step` with three axes. Norms multiply by weight, and the gate is optional.
+    """Do the same as `step`, with mrope's three axes.
+    Norms multiply by weight, not by 1 + weight, and the gate is optional.
 
     cos_sin: `[3, T, R]`, R being rope_dim or else head_size. mrope_section: need not fill the R / 2
     frequencies, see `fitted`.
@@ -127,9 +128,9 @@ def prefill(
 
 
 def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
-    """Return sections that own all frequencies, as sgl-kernel-npu's test of its kernel counts them.
+    """Return sections that cover all frequencies, as sgl-kernel-npu's test of its kernel counts.
 
-    Frequencies that no section owns go to T if axes are interleaved, else to W.
+    Frequencies outside all sections count as time if axes are interleaved, else as width.
     """
     t, h, w = section
     missing = max(0, frequencies - sum(section))

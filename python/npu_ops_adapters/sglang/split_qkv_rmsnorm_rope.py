@@ -1,8 +1,8 @@
-"""The projection of Qwen3's and Llama's attention on NPUs: split, norms by head, rotary embedding.
+"""Wraps the NPU kernel that splits, normalizes and rotates Qwen3's and Llama's projection.
 
-sgl-kernel-npu has one kernel for all of it, and changed the order of its arguments between two
-releases of one month. This replacement accepts both orders and calls the kernel with named
-arguments. npu-ops computes the calls that the kernel does not support.
+sgl-kernel-npu changed the order of the kernel's arguments between two releases of one month. This
+replacement accepts both orders and calls the kernel with named arguments. npu-ops computes the
+calls that the kernel does not support.
 """
 
 from __future__ import annotations

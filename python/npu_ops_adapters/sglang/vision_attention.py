@@ -1,4 +1,4 @@
-"""Attention of a vision tower: packed images, each attending only to itself."""
+"""Replaces the vision towers' backend `ascend_attn`: packed images, each attending to itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Position embedding of Qwen3-VL's vision tower: a square table, interpolated to a grid."""
+"""Replaces Qwen3-VL's position embedding of images: a square table, interpolated to a grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of a vision tower, in fp32 on every device."""
+"""Replaces rotary embedding of vision towers; npu-ops computes it in fp32 on every device."""
 
 from __future__ import annotations
 

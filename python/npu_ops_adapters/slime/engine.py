@@ -1,4 +1,4 @@
-"""Rollout with an SGLang that is newer than slime expects. slime fails with it on GPUs too.
+"""Lets slime roll out with an SGLang newer than slime expects; slime fails with it on GPUs, too.
 
 1. From 0.5.20 on, SGLang's arguments are no longer a dataclass, but slime reads them as one.
 2. SGLang 0.5.23 takes new weights only between two requests that begin and end the update. slime

@@ -1,4 +1,4 @@
-"""With NPU_OPS_CONSISTENT, log-probabilities in slime of 2026 equal those of servers.
+"""With NPU_OPS_CONSISTENT, log-probabilities in slime of August 2026 equal those of servers.
 
 Older slime and Relax call Megatron's cross entropy (`npu_ops_adapters.megatron.log_probs`).
 """

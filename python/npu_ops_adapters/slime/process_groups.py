@@ -1,4 +1,4 @@
-"""Collectives of slime's process groups that have new names in newer torch."""
+"""Adds collectives under the names of newer torch to slime's process groups."""
 
 from __future__ import annotations
 

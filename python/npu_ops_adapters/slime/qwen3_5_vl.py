@@ -1,4 +1,4 @@
-"""Fixes for slime's Qwen3.5 with pictures: mrope with MindSpeed, and sequences of odd length."""
+"""Fixes slime's Qwen3.5 with pictures: mrope with MindSpeed, and sequences of odd length."""
 
 from __future__ import annotations
 

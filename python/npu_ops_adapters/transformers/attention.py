@@ -1,4 +1,4 @@
-"""Attention under the name `npu_ops`, used only by models that are loaded with that name:
+"""Registers attention under the name `npu_ops`, for models that are loaded with that name:
 
     model = AutoModel.from_pretrained(..., attn_implementation="npu_ops")
 
@@ -176,7 +176,7 @@ def _function(original: None) -> Callable:
 
 
 def _is_spread(is_causal: bool, position_ids) -> bool:
-    """Return whether this rank has only a span of the tokens.
+    """Return whether Ulysses has split the tokens over ranks, so that this rank has only a part.
 
     verl does not split the images of vision towers, whose layers are not causal and get no
     position_ids.
@@ -197,7 +197,7 @@ def _is_spread(is_causal: bool, position_ids) -> bool:
 def _spread(query, key, value, is_causal, mask, options, settings):
     """Attend with tokens split over ranks: `[1, N, T / ranks, D]` in, `[1, T / ranks, N, D]` out.
 
-    Each rank attends to all tokens with some of the heads. The mask covers this rank's span only,
+    Each rank attends to all tokens with some of the heads. The mask covers this rank's tokens only,
     so the sequences' starts are computed from the positions of all ranks instead.
     """
     if mask is not None and _packing(mask) is None:

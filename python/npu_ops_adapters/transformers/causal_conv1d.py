@@ -1,4 +1,4 @@
-"""The short convolution before linear attention, which does not mix packed sequences."""
+"""Replaces the short convolution before linear attention; packed sequences do not mix."""
 
 from __future__ import annotations
 

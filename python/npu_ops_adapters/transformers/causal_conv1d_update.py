@@ -1,4 +1,4 @@
-"""The short convolution's decoding step with a cache: one token per sequence."""
+"""Replaces the short convolution's decoding step with a cache: one token per sequence."""
 
 from __future__ import annotations
 

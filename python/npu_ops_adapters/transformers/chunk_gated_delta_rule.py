@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks: training and prefill, packed sequences too.
+"""Replaces the gated delta rule by chunks: training and prefill, packed sequences too.
 
 Without flash-linear-attention, transformers' own function rejects packed sequences.
 """

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention by chunks: training and prefill."""
+"""Replaces Kimi Delta Attention by chunks: training and prefill."""
 
 from __future__ import annotations
 

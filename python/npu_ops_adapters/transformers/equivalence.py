@@ -149,7 +149,7 @@ def _with_settings(ours: Callable, known: dict, module, *args, **kwargs):
     return ours(module, *args, **kwargs)
 
 
-# Small tensors
+# Random tensors and modules for small calls
 
 
 class Draw:

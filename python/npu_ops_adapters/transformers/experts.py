@@ -1,4 +1,4 @@
-"""Mixture of experts: one launch for the products of all experts, on NPUs.
+"""Computes a grouped matrix product over all experts in one kernel launch, on NPUs.
 
 torch_npu for torch 2.7 to 2.13 has no kernel for PyTorch's grouped product. There PyTorch's
 function fails, or waits for each group's length and runs one product per group. transformers' own

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token: decoding with a cache."""
+"""Replaces the gated delta rule token by token: decoding with a cache."""
 
 from __future__ import annotations
 

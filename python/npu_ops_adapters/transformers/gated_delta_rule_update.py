@@ -1,4 +1,4 @@
-"""A decoding step of Gated Delta Net: gates, norms of q and k and the delta rule in one launch.
+"""Computes gates, norms of q and k and the delta rule of a decoding step in one kernel launch.
 
 transformers computes the gates separately, and copies the rule's new state into the cache. npu-ops
 needs three launches between the projections: the convolution, the rule and the gated norm. The rule

@@ -1,4 +1,4 @@
-"""The models whose modules are patched. Each has its own copies of all functions.
+"""Finds the models whose modules are patched. Each has its own copies of all functions.
 
 Models with linear attention are recognized by the functions they define, so a new model needs no
 release of npu-ops: `equivalence` compares its functions. Other models are listed by name.

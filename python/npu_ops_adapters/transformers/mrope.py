@@ -1,4 +1,4 @@
-"""Multimodal rotary embedding of transformers 4: each layer gets tables of three axes.
+"""Replaces multimodal rotary embedding of transformers 4: each layer gets tables of three axes.
 
 From transformers 5 on, the tables are merged once for all layers, and `rope` handles the calls.
 """

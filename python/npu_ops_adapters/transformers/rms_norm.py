@@ -1,4 +1,4 @@
-"""RMSNorm of hidden states, and of the heads of q and k."""
+"""Replaces RMSNorm of hidden states, and of the heads of q and k."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated norm of linear attention: RMSNorm of the delta rule's output, times a gate."""
+"""Replaces linear attention's gated norm: RMSNorm of the delta rule's output, times a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of text and of vision towers.
+"""Replaces rotary embedding of text models and of vision towers.
 
 In transformers 5 the three axes of multimodal positions are merged before these functions are
 called. For Qwen2-VL in version 4, see `mrope`.

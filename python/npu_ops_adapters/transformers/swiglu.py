@@ -1,4 +1,4 @@
-"""SwiGLU between the projections of an MLP, and between those of the experts of a mixture.
+"""Replaces SwiGLU in MLPs and in the experts of a mixture.
 
 An MLP projects gate and up in two calls, so they are two tensors. With NPU_OPS_CONSISTENT the
 models' own functions run. They round silu(gate), as all frameworks do in that mode.

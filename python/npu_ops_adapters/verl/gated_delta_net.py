@@ -1,4 +1,4 @@
-"""Gated Delta Net of packed sequences, also if Ulysses splits them over ranks.
+"""Computes Gated Delta Net of packed sequences, also if verl's Ulysses splits them over ranks.
 
 verl's own function computes the sequences one by one, and needs fla with Ulysses. npu-ops computes
 all sequences in one call. With Ulysses each rank computes some of the heads for all tokens, as in
@@ -87,7 +87,7 @@ def _forward(layer, x, cu_seqlens):
 def _gathered(layer, x):
     """Return q, k and v side by side, and a and b side by side, for this rank's heads.
 
-    x: this rank's span of the tokens. The result has all tokens.
+    x: this rank's part of the tokens. The result has all tokens.
     """
     qkv, a, b = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     ranks = ulysses.size()

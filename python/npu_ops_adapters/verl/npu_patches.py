@@ -1,7 +1,7 @@
-"""verl's NPU patches: functions of transformers that verl replaces when an FSDP engine starts.
+"""Restores npu-ops' functions after verl's own NPU patches, which an FSDP engine applies at start.
 
-verl would overwrite the rope, the norms and the SwiGLU that npu-ops has patched. This patch keeps
-npu-ops' functions in place. verl still replaces the experts with its own function.
+verl replaces functions of transformers, and would overwrite the rope, the norms and the SwiGLU that
+npu-ops has patched. verl still replaces the experts with its own function.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ulysses, verl's sequence parallelism.
+"""Exchanges tokens and heads between ranks for Ulysses, verl's sequence parallelism.
 
-Each rank has a span of the tokens, with all heads. Layers that mix tokens need all tokens, so each
-rank exchanges its span for all tokens of some heads. verl makes this exchange only inside its flash
+Each rank has a part of the tokens, with all heads. Layers that mix tokens need all tokens, so each
+rank exchanges its part for all tokens of some heads. verl makes this exchange only inside its flash
 attention function, and only if a model passes position_ids; a vision tower passes none. Any other
-attention function must make the exchange itself, or it attends only within the span.
+attention function must make the exchange itself, or it attends only to this rank's tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rank() -> int:
 
 
 def gather_tokens(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """Exchange a span of tokens with all heads for all tokens with this rank's share of the heads.
+    """All-to-all: from all heads of this rank's tokens to all tokens of this rank's heads.
 
     tokens, heads: the indices of these dimensions of x.
     """
@@ -43,7 +43,7 @@ def gather_heads(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
 def starts(position_ids: torch.Tensor) -> torch.Tensor:
     """Return cu_seqlens of all tokens: a sequence starts where the positions jump.
 
-    position_ids: `[1, T / ranks]`, those of this rank's span. Each layer gathers them again, as
+    position_ids: `[1, T / ranks]`, those of this rank's tokens. Each layer gathers them again, as
     verl's flash attention does.
     """
     spans = [torch.empty_like(position_ids) for _ in range(size())]

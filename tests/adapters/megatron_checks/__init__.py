@@ -1,4 +1,4 @@
-"""Checks of one megatron-core release, in a process of their own.
+"""Run the checks of one megatron-core release in a process of their own.
 
 python -c "import megatron_checks; megatron_checks.run('early')"    with the release on PYTHONPATH
 

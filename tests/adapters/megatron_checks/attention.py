@@ -10,7 +10,7 @@ from megatron_checks.results import core_attention, leaf
 
 @check("early")
 def attention_calls_reach_npu_ops():
-    """Includes calls that Megatron rejects: packed sequences, a bias, values of another width."""
+    """npu-ops also runs calls that Megatron rejects: packed, with a bias, with narrower values."""
     import megatron_cpu
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams

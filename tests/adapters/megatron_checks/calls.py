@@ -96,7 +96,7 @@ def swiglu_of_other_calls_is_megatrons():
 
 @check("early")
 def gated_delta_net_calls_reach_npu_ops():
-    """Holds for forward and backward of each of the three layers."""
+    """All three layers of Gated Delta Net call npu-ops, forward and backward."""
     import megatron_cpu
     from npu_ops_tools import demo_model
 
@@ -120,7 +120,7 @@ def gated_delta_net_calls_reach_npu_ops():
 
 @check("early")
 def gated_delta_net_keeps_packed_sequences_apart():
-    """From 0.18 on; earlier releases reject packed sequences."""
+    """Check Megatron-Core 0.18 and newer; earlier releases reject packed sequences."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 

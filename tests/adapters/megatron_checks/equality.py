@@ -118,7 +118,7 @@ def bridge_equals_megatrons():
 
 @check("early")
 def a_spec_by_hand_has_our_attention():
-    """No adapter is registered. npuify changes no given spec, and returns its own result as is."""
+    """Without adapters: npuify leaves a given spec unchanged, and returns its own result as is."""
     import megatron_cpu
     import npu_ops_adapters.megatron
     from megatron.core.transformer.dot_product_attention import DotProductAttention

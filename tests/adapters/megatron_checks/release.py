@@ -1,4 +1,4 @@
-"""The functions of one release of megatron-core, and counts of the calls that reach npu_ops."""
+"""Find the functions of one release of megatron-core; count the calls that reach npu_ops."""
 
 from __future__ import annotations
 

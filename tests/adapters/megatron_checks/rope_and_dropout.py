@@ -100,7 +100,7 @@ def lengths_that_are_no_tensor_are_left_to_others():
 
 @check("early")
 def packed_rope_does_not_wait_for_the_device():
-    """Reading a value of a meta tensor would raise."""
+    """Call it with meta tensors: reading one of their values would raise."""
     import torch
 
     t = torch.empty(24, 3, 24, device="meta")
@@ -116,7 +116,7 @@ def packed_rope_does_not_wait_for_the_device():
 
 @check("early")
 def lengths_that_end_before_the_tokens_do_are_as_in_megatron():
-    """Up to 0.19 `torch.split` raises; on main the remaining tokens are padding."""
+    """Up to Megatron-Core 0.19 `torch.split` raises; on main the remaining tokens are padding."""
     import torch
 
     ours = sys.modules[ROPE]._apply_rotary_pos_emb_thd

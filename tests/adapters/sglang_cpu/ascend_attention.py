@@ -87,7 +87,7 @@ class Case:
             block_tables=other if hybrid else self.blocks,
             block_tables_swa=self.blocks if hybrid else other,
             seq_lens_cpu_int=None if graph else lengths,
-            seq_lens_cpu_list=[1, 1, 1],  # their values during capture
+            seq_lens_cpu_list=[1, 1, 1],  # the lengths during capture
             seq_lens=lengths if graph else lengths - 1,
             actual_seq_lengths_q=torch.tensor(new).cumsum(0).to(torch.int32),
             swa_out_cache_loc=None,

@@ -39,7 +39,7 @@ def rotated(module, positions):
 
 def rotary_embeddings_are_ours():
     home = importlib.import_module(ROPE)
-    home._is_cpu = True  # else it needs another package's kernel
+    home._is_cpu = True  # otherwise the embedding needs another package's kernel
     home.get_global_server_args = lambda: types.SimpleNamespace(rl_on_policy_target=None)
     text = home.RotaryEmbedding(64, 64, 512, 10000, True, torch.float32)
     assert rotated(text, torch.arange(9)) == ["rope"]

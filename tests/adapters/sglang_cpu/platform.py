@@ -1,4 +1,4 @@
-"""SGLang's platform interface for a CPU (0.5.18 and later)."""
+"""Implement SGLang's platform interface (0.5.18 and later) for a CPU."""
 
 import torch
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform

@@ -36,7 +36,7 @@ TOWER = {
     "out_hidden_size": 128, "patch_size": 16, "spatial_merge_size": 2,
     "temporal_patch_size": 2, "num_position_embeddings": 64,
 }  # fmt: skip
-GRID = [1, 4, 6]  # patches of one image; 2 x 2 of them merge into a token
+GRID = [1, 4, 6]  # frames, height and width of one image in patches; 2 x 2 merge into a token
 FOLLOWING = 8
 
 
@@ -48,8 +48,8 @@ def qwen3():
 def qwen3next():
     """Return a model with three layers of Gated Delta Net, one of attention, and experts.
 
-    It has 32 value heads, in groups: with fewer, PyTorch's exp on CPUs rounds elements past the
-    last two vectors differently.
+    It has 32 value heads, in groups. On CPUs PyTorch's exp rounds elements after the last two full
+    vectors (32 elements with AVX-512) differently, see docs/invariance.md.
     """
     config = transformers.Qwen3NextConfig(
         **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=8,

@@ -3,7 +3,7 @@
 It provides stand-ins for packages that this machine lacks, and records what the trainer computes.
 The trainer, Megatron-LM and MindSpeed are unchanged with two exceptions:
 
-- Training is in fp32, because bf16 would hide differences. SLIME_DTYPE turns this off.
+- Training is in fp32, because bf16 would hide differences. Another SLIME_DTYPE turns this off.
 - Metrics also go to a file.
 """
 

@@ -1,4 +1,4 @@
-"""The functions that replace torch.compile and torch.jit.script."""
+"""The function that replaces torch.compile and torch.jit.script."""
 
 
 def dummy_compile(*args, **kwargs):

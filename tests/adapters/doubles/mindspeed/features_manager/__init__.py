@@ -1,4 +1,4 @@
-"""The default features."""
+"""MindSpeed's default list of features."""
 
 from mindspeed import BRANCH
 from mindspeed.features_manager.feature import MindSpeedFeature

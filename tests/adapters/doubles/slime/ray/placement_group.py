@@ -1,4 +1,4 @@
-"""Ray's GPUs and their ids."""
+"""Asks Ray for GPUs and for their ids, as slime's module does."""
 
 import ray
 from ray.util.placement_group import placement_group

@@ -1,4 +1,4 @@
-"""The registry from which a process takes its accelerator."""
+"""slime's registry of accelerators, from which a process takes its own."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Gates, in torch."""
+"""Multiply by the sigmoid of a gate, in torch."""
 
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 

@@ -1,1 +1,1 @@
-"""Part of the stand-in."""
+"""Part of the stand-in for sgl-kernel-npu."""

@@ -1,4 +1,4 @@
-"""The kernels' signatures. The functions raise, because npu-ops must replace them."""
+"""Functions with the kernels' signatures. They raise, because npu-ops must replace them."""
 
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 

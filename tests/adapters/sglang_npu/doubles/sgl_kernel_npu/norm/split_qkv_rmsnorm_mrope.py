@@ -1,4 +1,4 @@
-"""Computed by npu-ops, with the function that its adapter uses for calls the kernel cannot run."""
+"""The kernel's stand-in: npu-ops' function for calls that the kernel cannot run."""
 
 from npu_ops_adapters.sglang.split_gated_qkv import prefill as triton_split_qkv_rmsnorm_mrope
 

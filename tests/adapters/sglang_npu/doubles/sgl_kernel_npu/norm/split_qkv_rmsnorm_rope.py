@@ -1,4 +1,4 @@
-"""Computed by npu-ops, with the function that its adapter uses for calls the kernels cannot run."""
+"""The kernels' stand-ins: npu-ops' functions for calls that the kernels cannot run."""
 
 from npu_ops_adapters.sglang.split_gated_qkv import step as split_qkvgate_gemma_rmsnorm_rope
 from npu_ops_adapters.sglang.split_qkv_rmsnorm_rope import compute as split_qkv_rmsnorm_rope

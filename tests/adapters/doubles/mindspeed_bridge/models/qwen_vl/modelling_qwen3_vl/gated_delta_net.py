@@ -1,4 +1,4 @@
-"""MindSpeed's kernels, imported by value, a PyTorch version of the rule, and no convolution."""
+"""The layer's module: imports kernels by value, has the rule in PyTorch and no convolution."""
 
 from mindspeed import CALLS
 from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm  # noqa: F401

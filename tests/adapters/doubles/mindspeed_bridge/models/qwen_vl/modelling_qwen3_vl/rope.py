@@ -1,4 +1,4 @@
-"""Rope of Qwen3-VL: freqs for each token, and the unfused function, imported by value."""
+"""Qwen3-VL's rope: takes freqs per token; imports Megatron's unfused function by value."""
 
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
