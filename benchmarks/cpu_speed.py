@@ -29,7 +29,8 @@ def table(found: list[rows.Row]) -> str:
     """Return a table with a line for each op and kind of call that has a stable row and peer.
 
     Raises:
-        ValueError: the rows are of a tree with changes, of several commits or machines.
+        ValueError: the rows are from uncommitted changes, or from several commits, machines or
+            numbers of threads.
     """
     origins = {(row.commit, row.dirty, row.machine, row.threads) for row in found}
     if len(origins) != 1 or next(iter(origins))[1]:

@@ -76,7 +76,7 @@ def moved(tokens: int, normalize: bool) -> dict[tuple[str, str], tuple[int, int]
 
 
 class counted:
-    """Count the bytes of a block of code into `found`."""
+    """In a block, count the bytes loaded and stored: `found[name, kernel]` gets both numbers."""
 
     def __init__(self, name: str, found: dict):
         self.name, self.found, self.glue = name, found, Glue()

@@ -256,14 +256,14 @@ def demo(row: Row) -> str:
 
 
 def verify(row: Row) -> str:
-    """Check what two minutes allow, and at least one case of every op."""
+    """Run `npu-ops verify` for two minutes; it checks at least one case of every op."""
     options = ("--device", "npu-emulated", "--minutes", "2", "--output", row.folder / "report")
     run(row, "npu-ops", "verify", *options)
     return "ok"
 
 
 def passed(output: str) -> str:
-    """Return how many tests passed, as a sentence."""
+    """Return how many tests passed, as text such as "380 passed"."""
     found = re.findall(r"(\d+) passed", output)
     if not found:
         raise Failed("no test ran")

@@ -181,7 +181,7 @@ class _Loops:
         return "\n".join(lines)
 
     def _place(self, along: str) -> str:
-        """Return indices with `along` at the axis."""
+        """Return the loops' indices, with `along` in place of the index along `self.axis`."""
         return ", ".join(along if d == self.axis else i for d, i in enumerate(self.at))
 
     def _extract(self, name: str, tensor: str, along: str) -> str:

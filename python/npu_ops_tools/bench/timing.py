@@ -50,7 +50,10 @@ class Times:
 
 @functools.cache
 def _ranks(runs: int) -> int:
-    """Return how many measurements to drop at each end for the 95 % interval, from the binomial."""
+    """Return how many sorted measurements lie outside each end of the median's 95 % interval.
+
+    The number follows from the binomial distribution.
+    """
     chance, below = 0.0, 0
     while below < runs // 2:
         chance += math.comb(runs, below) / 2**runs

@@ -70,7 +70,7 @@ def run(
     footprint: bytes of its tensors, which the cache has to hold.
 
     Raises:
-        Unknown: it has operations, bounds or conditions that are unknown to the model.
+        Unknown: the kernel has operations, bounds or conditions that are unknown to the model.
     """
     walked = walk(module, arguments, grid, costs, load=load, spans=spans)
     count = grid[0] * grid[1] * grid[2]
@@ -92,7 +92,7 @@ def walk(
     load: Load = nothing,
     spans: bool = False,
 ) -> list[Walked]:
-    """Simulate some of a launch's programs, with the spans of the first.
+    """Simulate at most PROGRAMS programs of a launch; with `spans`, record the first one's `Span`s.
 
     cores: how many of the SoC's cores it may use; 0: all.
 

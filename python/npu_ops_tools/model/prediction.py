@@ -20,7 +20,7 @@ LABEL = "npu-model"
 class Prediction:
     """A prediction. Times in microseconds, bytes of the whole launch.
 
-    us: by the model.
+    us: the simulated time.
     likely_us: `us` corrected by measured times of such kernels; low_us, high_us: the range that
     contains four of five of them (docs/npu-model.md).
     bottleneck: "start" of the programs or "memory", if that takes longest; else the busiest pipe,

@@ -12,7 +12,7 @@ import re
 from npu_ops_tools.model.costs import MOST_REPEATS, REPEAT, Vector
 from npu_ops_tools.model.ir import View
 
-# dtypes that cost the same as another
+# dtype -> the dtype in costs.csv whose cycles it has
 WIDTH = {"bf16": "f16", "i1": "i16", "i8": "i16", "ui8": "i16"}
 TWO = ("vadd", "vsub", "vmul", "vdiv", "vmax", "vmin")
 

@@ -27,7 +27,10 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """A kernel's prediction by `npu-ops model`. bytes_per_token: moved in and out of the chip."""
+    """A kernel's prediction by `npu-ops model`.
+
+    bytes_per_token: bytes that the kernel loads and stores in global memory.
+    """
 
     call: str
     kernel: str
