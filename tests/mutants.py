@@ -164,7 +164,10 @@ def in_a_fork(function, seconds: float = 0) -> object:
 
 
 def traced(passes, names: set[str]) -> tuple[bool, float, list]:
-    """Run one test; return whether it passes, its CPU seconds, and the lines of `names` it runs."""
+    """Run one test; return whether it passes, its CPU seconds, and the lines it runs.
+
+    names: the files whose lines are traced.
+    """
     lines = set()
 
     def trace(frame, event, _):
@@ -354,7 +357,7 @@ def main() -> int:
     parser.add_argument("--csv", type=pathlib.Path, help="a table to put the score in")
     options = parser.parse_args()
     import torch  # noqa: F401
-    import transformers  # noqa: F401  # both once, for all processes
+    import transformers  # noqa: F401  # import both before the forks, which share them
 
     mutants = chosen(options.op, options.sample, options.only)
     found = Verdicts(options.op, mutants, options.contract_only, options.functions).collect()

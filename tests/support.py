@@ -63,7 +63,7 @@ def implementations(table) -> list:
     """Return (name, device) of each implementation of an op that runs on an available device.
 
     An implementation by the vendor's operators is left out unless it comes first: behind our own
-    kernels it takes few calls. `test_*_aclnn.py` tests these.
+    kernels it takes few calls. `test_*_aclnn.py` and `test_fla_npu.py` test these.
     """
     return [
         pytest.param(

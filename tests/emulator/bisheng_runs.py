@@ -24,7 +24,7 @@ class Run:
 
     arguments: by the kernel's parameter names; a missing one is null.
     expected: contents of arguments afterwards, to `tolerance` times the largest number. An argument
-      that is only here is an output, and is filled with a poison value first.
+      that is only in `expected` is an output; all its bytes are POISON first.
     """
 
     tiling: Mapping[str, object]
@@ -224,7 +224,7 @@ def dense_embedding_codegen_lookup_function(draw: np.random.Generator) -> Run:
 
 
 def dense_embedding_codegen_lookup_function_grad(draw: np.random.Generator) -> Run:
-    """Adds to the existing contents: cores add atomically, in any order."""
+    """The kernel adds to `out`. Cores add atomically, in any order."""
     tiling, begins, indices, offsets, rows = _lookups(draw)
     grad = draw.standard_normal((96, tiling["embedDimLength"])).astype(np.float32)
     sums = np.zeros((2 * rows, tiling["embedDimLength"]))
@@ -235,7 +235,7 @@ def dense_embedding_codegen_lookup_function_grad(draw: np.random.Generator) -> R
 
 
 def split_embedding_codegen_forward_unweighted(draw: np.random.Generator) -> Run:
-    """Sums of bags from two tables; each core has two bags of each table."""
+    """Sums the bags of two tables, four bags per table; each of four cores has two bags."""
     tables, batch, width, rows, blocks = 2, 4, 24, 30, 4
     lengths = draw.integers(1, 9, tables * batch)
     offsets = _offsets(lengths, np.int64)

@@ -166,7 +166,7 @@ def _text_of_headers(start: pathlib.Path) -> str:
 
 @functools.cache
 def _declarations() -> str:
-    """Declare the instructions with operands of any type, which the headers check."""
+    """Return declarations of the instructions with operands of any type; headers check types."""
     names = headers._called(headers.staged() / "asc-devkit") | set(_SCALAR.split())
     numbers = {name for name in names if name.startswith("get_")} | set(_NUMBERS.split())
     lines = []
@@ -227,7 +227,7 @@ class Module:
         return found
 
     def functions(self) -> list[str]:
-        """Return the C++ names of all functions that the kernels call, directly or not."""
+        """Return the C++ names of the kernels and all functions that they call, directly or not."""
         return [self._names.get(name, name) for name in self._reached()]
 
     def _calls(self, name: str) -> list[str]:
@@ -289,7 +289,7 @@ def _demangled(names: list[str]) -> dict[str, str]:
 
 
 def deepest(assembly: str, usage: str, kernels: list[str]) -> dict[str, int]:
-    """Return each kernel's stack in bytes, with the calls in it.
+    """Return each kernel's stack in bytes, including the functions that it calls.
 
     usage: the output of -fstack-usage.
     """

@@ -160,7 +160,7 @@ class Worker:
         return self._answer(LIMIT)["verdict"]
 
     def _answer(self, seconds: float) -> dict:
-        """Return its next line. The limit is in its own CPU seconds, so a busy machine is fine."""
+        """Return the child's next line. The limit is in the child's CPU seconds, not in time."""
         patience, used = time.monotonic() + PATIENCE, self._processor_time()
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._process.stdout, selectors.EVENT_READ)
