@@ -2,7 +2,7 @@
 
     npu-ops emulate -- python benchmarks/launch_cost.py [--rounds 30] [--calls 100]
 
-Times each op that has AscendC kernels, with those and with Triton's, in one process. The time
+Times each op that has AscendC kernels, with these and with Triton's, in one process. The time
 includes everything from the public function to the runtime's launch: checks, torch's dispatcher,
 allocation of outputs, the choice of an implementation, and for Triton the look-up of a compiled
 kernel. No kernel runs, so the NPU's time is not included; nor is Triton's own launcher in C++,
@@ -15,8 +15,8 @@ emulated NPU's runtime.
 Times the same without any launcher: on CPU tensors, with an implementation that does nothing. This
 is the cost of npu-ops and torch's dispatcher, for the forward, and for forward and backward. A time
 is the minimum of the rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in
-Python does nothing. `autograd.Function` is one whose forward allocates and whose backward returns
-its argument.
+Python does nothing. `autograd.Function` is a torch.autograd.Function whose forward only allocates
+its result, and whose backward returns its argument.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     npu-ops emulate -- python benchmarks/traffic_chunk_gated_delta_rule.py
 
-For global memory, it counts the loads and stores of the kernels as they run on the emulated NPU,
-and the inputs and outputs of every torch operator between them. The result is the difference
-between 1024 and 512 tokens, so that constant parts cancel. For workspace, it counts tiles in the
-vendor compiler's output: those that kernels pass between matrix unit and vector cores, each written
-and read once, and those that the matrix unit keeps there for its own next product. "normalized"
-rows are with use_qk_l2norm_in_kernel.
+For global memory, the script counts the loads and stores of the kernels on the emulated NPU, and
+the inputs and outputs of the torch operators between them. The result is the difference between
+1024 and 512 tokens, so that constant parts cancel. For workspace, the script counts tiles in the
+vendor compiler's output. The first kind passes between matrix unit and vector cores, and is written
+and read once. The matrix unit keeps the second kind for its own next product. "normalized" rows are
+with use_qk_l2norm_in_kernel.
 """
 
 from __future__ import annotations

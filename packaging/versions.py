@@ -142,7 +142,7 @@ def make(row: Row) -> None:
 
 
 def older_compiler(row: Row) -> pathlib.Path:
-    """Return the path of ascendnpu-ir 1.1's compiler. It only judges kernels; 1.2 lowers them."""
+    """Return the path of ascendnpu-ir 1.1's compiler. It only checks kernels; 1.2 lowers them."""
     return row.folder / "older" / "ascendnpuir" / "bin" / "bishengir-compile"
 
 

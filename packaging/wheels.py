@@ -3,9 +3,9 @@ sources.
 
     python packaging/wheels.py [x86_64] [aarch64] [pure] [source]
 
-Each is built in a folder of its own, from an unpacked source distribution, so that files of other
-builds in this checkout are not included. If git has a remote `origin`, the metadata names its page
-and the README's links lead there. Needs auditwheel, patchelf, and for another machine's
+Each file is built in a folder of its own, from an unpacked source distribution. So files that other
+builds left in this checkout are not included. If git has a remote `origin`, the metadata names its
+page and the README's links lead there. Needs auditwheel, patchelf, and for another machine's
 architecture a g++ (Debian: g++-aarch64-linux-gnu).
 
 A native wheel serves every Python from 3.10, every torch from 2.7, and glibc from 2.28. A library

@@ -6,11 +6,12 @@
     python tests/mutants.py rope --functions          # a second each: not code that runs at import
     python tests/mutants.py l2norm --csv tests/mutants.csv
 
-A mutant (python_mutations.py) changes one place in `npu_ops/ops/OP`: it ignores an option, leaves
-out a check, moves a bound by one, does not pass a dtype on, or assumes a stride. Tests are
-collected once. Each mutant runs in a forked process, in which the functions get the changed code.
-Tests that reach the changed line run first, then those that come close; the quickest go first,
-until one fails. A mutant of code that runs at import is put in place before npu_ops is imported.
+A mutant (python_mutations.py) changes one place in `npu_ops/ops/OP`. For example, it ignores an
+option, leaves out a check, moves a bound by one, does not pass a dtype on, or assumes a stride.
+Tests are collected once. Each mutant runs in a forked process, in which the functions get the
+changed code. Tests that reach the changed line run first, then those that come close; the quickest
+go first, until one fails. A mutant of code that runs at import is put in place before npu_ops is
+imported.
 Triton kernels have no mutants here, as they run on a device. For AscendC kernels see
 tests/emulator/mutants.py.
 """

@@ -98,7 +98,7 @@ def runner(function, op: str, names: tuple[str, ...]):
 
 
 def on_npu(test):
-    """Parametrize a test with the device "npu"; return None, so no test, if there is no NPU."""
+    """Parametrize a test with the device "npu". Without an NPU, return None, which is no test."""
     return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
 
 

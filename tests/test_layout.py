@@ -237,7 +237,7 @@ ACYCLIC = ["npu_ops", "python"]  # folders whose modules must not import each ot
 
 
 def import_graph(sources):
-    """Map each module to the others that it imports, also within functions; sources by name."""
+    """Map each module to those that it imports, also within functions. sources: name -> source."""
     graph = {}
     for name, source in sources.items():
         graph[name] = set()

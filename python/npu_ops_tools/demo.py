@@ -47,7 +47,7 @@ LEAST_P = 1e-3
 
 @dataclasses.dataclass
 class Check:
-    """One claim of the demo, and whether it held."""
+    """One check of the demo: its name, whether it passed, and the numbers compared."""
 
     name: str
     passed: bool

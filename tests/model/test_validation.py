@@ -48,7 +48,7 @@ def test_the_gate_of_gated_delta_net():
 def test_stages_are_predicted_so(name):
     """vllm-ascend's released kernels, compiled here, get the stored predictions.
 
-    They run in another process, which pretends that there is an NPU.
+    The kernels' wrappers run in another process, which pretends that there is an NPU.
     """
     kept = [each for each in stages.predicted(page.STAGES) if each.name == name]
     chosen = min(kept, key=lambda each: (each.us, each.chunk))

@@ -94,8 +94,8 @@ def test_a_site_with_a_link_that_leads_nowhere_is_not_built(tmp_path, link):
     ids=["name", "Chinese"],
 )
 def test_it_is_searched_as_files(site, words, page, result):
-    """Search the site opened as a file. Chromium then starts no web worker, so the theme's search
-    must do without one."""
+    """Chromium starts no web worker for a page opened as a file. The theme's search needs one;
+    docs/assets/iframe-worker.js replaces it."""
     with playwright.sync_playwright() as running:
         system = shutil.which("chromium") or shutil.which("google-chrome")
         if not system and not pathlib.Path(running.chromium.executable_path).exists():

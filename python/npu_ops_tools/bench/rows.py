@@ -35,7 +35,7 @@ class Row:
     bytes, flop: lower bounds of the bytes to move and the operations to compute.
     copy_gbps: rate of a copy of as many bytes, timed alternately with the calls.
     matmul_tflops: rate of a matrix product in the same dtype, in the same run.
-    peak_mb: peak memory in MiB that a call allocates beyond its inputs.
+    peak_mb: peak memory that a call allocates beyond its inputs, in MB; on CPUs in MiB.
     error: RMS of the error over RMS of the result.
     command: command that repeats the measurement.
     """

@@ -108,7 +108,10 @@ def _synchronize(device: str) -> None:
 
 
 def peak_mb(call: Callable, device: str) -> float | None:
-    """Return the peak memory in MB that a call needs beyond what was allocated; None if unknown."""
+    """Return the peak memory that a call needs beyond what was allocated; None if unknown.
+
+    The unit is MB of 10^6 bytes on devices, and MiB on CPUs.
+    """
     if device != "cpu":
         return _peak_of_device(call, getattr(torch, torch.device(device).type))
     status = pathlib.Path("/proc/self/status")

@@ -76,7 +76,7 @@ def functions(hivm: str) -> list[str]:
 
 
 def keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
-    """Return whether the kernel is multi-buffered: a buffer alternates between two places.
+    """Return whether the kernel is multi-buffered: a buffer alternates between two addresses.
 
     Also True if no loop moves data to or from global memory, because nothing can overlap. False if
     the compiler's notes say that it gave up multi-buffering.

@@ -153,7 +153,7 @@ class Core:
         yield from self._block(self.function.body)
 
     def _block(self, operations: list[Operation]) -> Iterator[tuple]:
-        """Execute a block; return the values it yields to the operation around it."""
+        """Execute a block; return the values that it yields to the enclosing operation."""
         for operation in operations:
             if operation.name in REGIONS:
                 yield from REGIONS[operation.name](self, operation)

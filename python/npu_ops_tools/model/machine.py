@@ -154,8 +154,10 @@ def _walk(module: Module, program: Program, costs: Costs, using: int, spans: boo
 def _cores(
     module: Module, program: Program, costs: Costs, using: int, spans: bool
 ) -> dict[str, Core]:
-    """Return the cores of a program: one for a vector kernel; a cube core and two vector cores for
-    a mixed one."""
+    """Return the cores that run a program of the kernel.
+
+    A vector or cube kernel has one core, a mixed kernel a cube core and two vector cores.
+    """
     found = {}
     for function in module.functions:
         halves = (0, 1) if function.core == "vector" and module.core == "mixed" else (0,)

@@ -30,7 +30,7 @@ class Prediction:
     workspace: bytes that cube and vector cores pass to each other.
     limit_us: time to move the bytes of its tensors once, or the bytes that it moves if those are
     fewer.
-    balance: mean work of the cores over that of the busiest one.
+    balance: mean work of the cores over the work of the busiest core.
     assumed: a condition depends on vectors, e.g. a check of lengths, and was assumed to hold.
     backward: whether autograd launches it.
     """

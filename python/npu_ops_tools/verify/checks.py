@@ -1,4 +1,4 @@
-"""Checks of one call by one implementation: right values, no access out of bounds, determinism."""
+"""Checks one call by one implementation: values, bounds, determinism, streams and graphs."""
 
 from __future__ import annotations
 

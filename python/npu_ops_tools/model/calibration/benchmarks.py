@@ -19,8 +19,10 @@ RUNS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Microbenchmark:
-    """A launch. group: the cost it measures. make: allocates on a device, returns the launch
-    function."""
+    """A kernel launch to time.
+
+    group: the cost that it measures. make: allocates tensors on a device, returns the launch.
+    """
 
     group: str
     name: str
