@@ -45,7 +45,8 @@ HOST_FIELDS = ("call", "device", "us_forward", "us_forward_backward", "rounds", 
                "repro")  # fmt: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "launch" / "npu-emulated.csv"
 HOST = RESULTS.with_name("host.csv")
-# Empty versions of the functions that csrc/emulator/kernels.cpp calls in a library of twins.
+# Empty versions of the functions that csrc/emulator/kernels.cpp looks up in a library of AscendC
+# kernels compiled for the CPU.
 NOTHING = """
 void npu_ops_twin_regions(const char* const*, const unsigned long*, const unsigned long*, long) {}
 long npu_ops_twin_launch(void (*)(const void*), long, const void*, int, int) { return 0; }

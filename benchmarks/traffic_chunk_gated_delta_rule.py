@@ -134,7 +134,8 @@ def _tiles(kernel: str, made: str, half: str) -> collections.Counter:
 
 def _size(tiles: collections.Counter) -> int:
     return sum(
-        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # not the buffers
+        # The last two dimensions are a tile's; a dimension before them counts buffers.
+        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))
         for (shape, dtype), count in tiles.items()
     )
 

@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
 TORCH = "2.13.0"
 OLDER_TORCH = ("2.7.1", "2.8.0", "2.9.1")
-GLIBC = 28  # 2.28: manylinux_2_28
+GLIBC = 28  # the oldest glibc that the wheels support is 2.28 (manylinux_2_28)
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 # One distribution at a time: setuptools gathers the files in one folder of the sources, and then
 # removes it.

@@ -50,7 +50,7 @@ __all__ = [
     "statistics",
 ]
 
-_UB_KIB = {False: 192, True: 248}  # by whether the SoC is an Ascend950
+_UB_KIB = {False: 192, True: 248}  # unified buffer in KiB; True: of Ascend950
 
 
 class KernelRejected(MLIRCompilationError):

@@ -213,7 +213,7 @@ class _Loops:
 
     def _scan(self, carried: str, combine: str, reverse: bool):
         name, i = self.name, self.at[self.axis]
-        # The first element has no predecessor. Read its own place instead; the select below
+        # The first element has no predecessor. Read the element itself instead; the select below
         # discards the combined value.
         step, edge, bound = (
             ("addi", "minsi", f"{name}_last") if reverse else ("subi", "maxsi", f"{name}_zero")

@@ -15,7 +15,7 @@ from npu_ops_emulator import twins
 from upstream_ascendc import aligned, bf16, numbers
 
 POISON = 0x7F
-WORKSPACE = 32 * 1024 * 1024  # after the part that the system reserves
+WORKSPACE = 32 * 1024 * 1024  # bytes, including the part that the system reserves
 
 
 @dataclasses.dataclass

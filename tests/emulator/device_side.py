@@ -135,7 +135,7 @@ def _headers() -> pathlib.Path:
              pathlib.Path(__file__).read_text(), _run([clang(), "--version"]).stdout)  # fmt: skip
     name = f"device-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}"
     kept, whole = headers.cache() / f"{name}.pch", headers.cache() / f"{name}.h"
-    with build.locked():  # another process may build it too, and clang compares times
+    with build.locked():  # one process at a time, because clang compares file times
         if kept.exists():
             return kept
         with tempfile.TemporaryDirectory(dir=headers.cache()) as scratch:

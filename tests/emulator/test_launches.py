@@ -63,7 +63,7 @@ MOST = {
 
 
 TOKENS = {"qwen4_exp": "16"}
-SHARE = {"qwen4_exp": 0.75}  # of the launches without npu-ops
+SHARE = {"qwen4_exp": 0.75}  # upper limit of launches, relative to those without npu-ops
 
 
 def launched(folder, tokens: str = "128") -> dict:

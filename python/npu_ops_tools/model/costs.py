@@ -122,7 +122,7 @@ def _costs(family: str) -> Costs:
     return Costs(family=family, vector=vector, **numbers)
 
 
-# Factors to cycles, microseconds and bytes per microsecond.
+# Factors from the units of costs.csv to those of `Costs`: bytes per us, bytes, cycles per us.
 _UNITS = {"GB/s": 1e3, "MB": 1e6, "MHz": 1.0}
 
 

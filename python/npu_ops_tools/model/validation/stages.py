@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 
 FILE = pathlib.Path(__file__).with_name("stages.csv")
-SEEN = (32, 64)  # value heads of the rows that constants were fitted on (held_out.md)
+SEEN = (32, 64)  # value heads of the rows that are not held out (held_out.md)
 
 
 @dataclasses.dataclass(frozen=True)
