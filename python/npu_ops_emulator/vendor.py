@@ -1,4 +1,4 @@
-"""The vendor's tools: triton-ascend's front end and AscendNPU-IR's compiler."""
+"""Runs the vendor's tools: triton-ascend's front end and AscendNPU-IR's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of projects (`images.csv`), and tests of npu-ops with their versions (`tested.csv`).
+"""Reads projects' images (`images.csv`) and results of npu-ops with their versions (`tested.csv`).
 
 A project's image pins versions of torch, torch_npu and Python. packaging/versions.py installs
 npu-ops with these versions, tests it with the emulated NPU on x86_64, and writes the results.

@@ -50,7 +50,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 
 
 def test_no_link_and_no_picture_leads_nowhere(site):
-    """Includes the picture of cpu-speed.md, which is raw HTML and so no Markdown link."""
+    """Checks the picture of cpu-speed.md, too: it is raw HTML, not a Markdown link."""
     assert list(HOOKS["missing_targets"](site)) == []
     pages = {
         str(page.relative_to(site)): HOOKS["_Page"](page.read_text())

@@ -1,4 +1,4 @@
-"""The peers that npu-ops is timed against, and where to find them."""
+"""Finds the peers: the implementations that npu-ops is timed against."""
 
 from __future__ import annotations
 

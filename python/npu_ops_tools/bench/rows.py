@@ -1,4 +1,4 @@
-"""A row of benchmark results. All files benchmarks/results/<device>/<op>.csv have this schema."""
+"""Reads and writes rows of benchmark results: benchmarks/results/<device>/<op>.csv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of one benchmark: inputs, a call for each provider, bytes, and errors."""
+"""Prepares the work of one benchmark: inputs, a call for each provider, bytes, and errors."""
 
 from __future__ import annotations
 

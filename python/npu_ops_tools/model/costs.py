@@ -1,4 +1,4 @@
-"""Costs of operations on an SoC, from costs.csv, which names the source of each number."""
+"""Reads the costs of operations on an SoC from costs.csv, which names each number's source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of the model for a launch. They are not measured: their label is `npu-model`."""
+"""Predicts the time of a launch. Predictions are not measurements; their label is `npu-model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of HIVM operations on the vector unit.
+"""Computes the times of HIVM operations on the vector unit.
 
 An instruction processes repeats of 256 bytes. A new instruction starts every 255 repeats, and for
 every row that is not contiguous with the previous one. The cycles are the vendor's (costs.csv).

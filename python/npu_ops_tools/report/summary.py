@@ -1,4 +1,4 @@
-"""Summaries of rows: the speedup over each peer, and the worst case."""
+"""Summarizes rows: the speedup over each peer, and the worst case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of `npu-ops compile` and `npu-ops model` for the report."""
+"""Reads CSV files of `npu-ops compile --csv` and benchmarks/model_ops.py for the report."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LAYOUTS = {
 
 
 def reference(q, k, v, allowed=None, scale=0.2, bias=0):
-    """Attention by PyTorch. q: [.., N, S, D]; k, v: fewer heads; allowed: true for used pairs."""
+    """Compute attention in PyTorch. q: [.., N, S, D]; k, v: fewer heads; allowed: pairs in use."""
     times = q.size(-3) // k.size(-3)
     k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
     scores = (q @ k.transpose(-1, -2) + bias) * scale

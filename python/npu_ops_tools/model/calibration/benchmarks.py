@@ -1,4 +1,4 @@
-"""The microbenchmarks: their launches, and their times on an NPU."""
+"""Lists the microbenchmarks, launches them, and measures their times on an NPU."""
 
 from __future__ import annotations
 

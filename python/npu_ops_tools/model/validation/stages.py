@@ -1,4 +1,4 @@
-"""Times of Gated Delta Net's stages, measured by megagdn-pto (3a59190) on Ascend910B2."""
+"""Reads times of Gated Delta Net's stages: megagdn-pto (3a59190) measured them on Ascend910B2."""
 
 from __future__ import annotations
 
