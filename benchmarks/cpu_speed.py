@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_speed.py
 
-It reads benchmarks/results/cpu and writes between the two comments `speed`. Of each op and sweep it
-chooses the largest size that was timed with gradients, or without if there are none, and the peers
-at that size.
+It reads benchmarks/results/cpu and writes between the two comments `speed`. For each op and sweep,
+it chooses the largest size timed with gradients, and the peers at that size. If no size was timed
+with gradients, it chooses the largest size timed without.
 """
 
 import pathlib

@@ -1,10 +1,10 @@
 """A second checker of AscendC kernels: clang, with the device part of the vendor's headers.
 
 The twin of a kernel (npu_ops_emulator) is compiled with g++ for a CPU, so it accepts code that a
-device cannot run. Here every pointer has its address space. The checker reports what clang finds in
-a kernel's code: double, recursion, functions that are not for devices (the C and C++ library's, and
-ours without `__aicore__`), indirect calls, global constructors, and a stack that is too deep. For
-Ascend950, whose instructions differ, it only checks that a kernel's calls are declared.
+device cannot run. Here every pointer has its address space. The checker reports these in a kernel:
+- double, recursion, indirect calls, global constructors, a stack that is too deep
+- functions that are not for devices: the C and C++ library's, and ours without `__aicore__`
+For Ascend950, whose instructions differ, it only checks that a kernel's calls are declared.
 """
 
 from __future__ import annotations

@@ -434,8 +434,9 @@ class Core:
 class Steady:
     """Detects when a loop's iterations have become equal, and skips the remaining ones.
 
-    Equal: the same time and bytes over two iterations (buffers alternate) four times in a row, all
-    loop-carried values grow evenly, and no scalar load needed a value.
+    Iterations are compared in pairs, because buffers alternate. They count as equal if four pairs in
+    a row take the same time and bytes, all loop-carried values grow evenly, and no scalar load
+    needed a value.
     """
 
     def __init__(self, core: Core):
