@@ -434,8 +434,8 @@ class Core:
 class Steady:
     """Detects when a loop's iterations have become equal, and skips the remaining ones.
 
-    Iterations are compared in pairs, because buffers alternate. They count as equal if four pairs in
-    a row take the same time and bytes, all loop-carried values grow evenly, and no scalar load
+    Iterations are compared in pairs, because buffers alternate. They count as equal if four pairs
+    in a row take the same time and bytes, all loop-carried values grow evenly, and no scalar load
     needed a value.
     """
 

@@ -92,8 +92,8 @@ def predict_all(
 ) -> Iterator[Prediction]:
     """Predict each launch of a call, in order.
 
-    The values that a kernel writes are unknown to later kernels. Kernels whose tensors are all int32
-    are an exception, because they were interpreted when they were recorded.
+    The values that a kernel writes are unknown to later kernels. Kernels whose tensors are all
+    int32 are an exception, because they were interpreted when they were recorded.
     """
     written: list[torch.Tensor] = []
     for launch in launches:
