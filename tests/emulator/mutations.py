@@ -1,4 +1,4 @@
-"""Mutations of our AscendC kernels, and sources that contain them all.
+"""Makes mutations of npu-ops' AscendC kernels, and sources that contain all of them.
 
 One build of an op contains every mutation behind `npu_ops_mutated(number)`, and a variable of the
 library selects one. So a mutant needs no compilation, and the library records which mutants a call

@@ -1,4 +1,4 @@
-"""Simulates all cores of an SoC: the time of a launch."""
+"""Simulates all cores of an SoC, and computes the time of a launch."""
 
 from __future__ import annotations
 
