@@ -278,8 +278,7 @@ def mul_add(draw: np.random.Generator) -> Run:
 
 
 def la_preprocess(draw: np.random.Generator) -> Run:
-    """[B, S, N, D] in bf16 to [B, N, S, D] in half, with S padded with zeros to a
-    multiple of 16."""
+    """Converts [B, S, N, D] in bf16 to [B, N, S, D] in half; zeros pad S to a multiple of 16."""
     batch, heads, dim, lengths, blocks = 2, 3, 128, (21, 13, 16), 4
     arguments, expected = {}, {}
     for name, tokens in zip(("query", "key", "value"), lengths, strict=True):

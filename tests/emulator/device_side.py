@@ -1,4 +1,4 @@
-"""A second checker of AscendC kernels: clang, with the device part of the vendor's headers.
+"""Checks AscendC kernels a second time: with clang and the device part of the vendor's headers.
 
 The twin of a kernel (npu_ops_emulator) is compiled with g++ for a CPU, so it accepts code that a
 device cannot run. Here every pointer has its address space. The checker reports these in a kernel:

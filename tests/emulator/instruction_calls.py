@@ -1,4 +1,4 @@
-"""Random calls of the instructions in csrc/twin, and the expected unified buffer."""
+"""Makes random calls of the instructions in csrc/twin, and checks the unified buffer afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots as data: positions of marks, lines and labels. The template draws them as inline SVG.
+"""Computes plots: positions of marks, lines and labels. The template draws them as inline SVG.
 
 Colours and fonts are the page's, so a plot follows dark mode and scales with the text.
 """

@@ -23,7 +23,7 @@ FEW = 64  # tokens to use for a large case whose size does not matter
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One implementation of an op and one call of it.
+    """One call of an op by one implementation, to check or to time.
 
     kind: "check", for a case of the op; "time", for `case` of `model`; or MICROBENCHMARKS, for no
     op.

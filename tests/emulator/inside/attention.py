@@ -205,7 +205,7 @@ def test_is_rejected():
 
 
 def test_what_is_not_emulated_says_so():
-    """docs/evidence/emulated-npu.md has the list."""
+    """docs/evidence/emulated-npu.md lists what is not emulated."""
     q, k, v = (t.npu() for t in tensors())
     packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
     ends = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]}
