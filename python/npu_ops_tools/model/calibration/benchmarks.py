@@ -21,7 +21,7 @@ RUNS = 30
 class Microbenchmark:
     """A kernel launch to time.
 
-    group: the cost that it measures. make: allocates tensors on a device, returns the launch.
+    group: the cost that it measures. make: allocates tensors on a device, returns a function that launches.
     """
 
     group: str
