@@ -21,7 +21,8 @@ RUNS = 30
 class Microbenchmark:
     """A kernel launch to time.
 
-    group: the cost that it measures. make: allocates tensors on a device, returns a function that launches.
+    group: the cost that it measures.
+    make: allocates tensors on a device, returns the function that launches the kernel.
     """
 
     group: str
