@@ -37,7 +37,7 @@ def vision(op, model, size):
 
 @dataclasses.dataclass(frozen=True)
 class Images(cases.Case):
-    """IMAGES packed images of `tokens` patches together."""
+    """A case of IMAGES packed images; `tokens` is the number of patches of all images together."""
 
     def inputs(self, dtype, device="cpu", seed=0):
         starts = torch.arange(0, self.tokens + 1, self.tokens // IMAGES)
@@ -90,7 +90,10 @@ def image_by_image(q, k, v, cu_seqlens_q, **rest):
 
 
 def flop(case):
-    """Return the operations: two products over all pairs, or over half of them if causal."""
+    """Return the floating-point operations of two matrix products over all query-key pairs.
+
+    If causal, half of the pairs count.
+    """
     pairs = case.tokens * (case.tokens + case.more)
     if isinstance(case, Images):
         pairs //= IMAGES

@@ -22,7 +22,7 @@ def of_hugging_face(inputs):
 
 @dataclasses.dataclass(frozen=True)
 class Angles(cases.Case):
-    """A case as in Megatron: [S, B, N, D], and angles, of which each layer computes cos and sin."""
+    """A case as in Megatron: q, k are [S, B, N, D]; each layer computes cos and sin of `freqs`."""
 
     function = "apply_rotary_pos_emb_freqs"
 

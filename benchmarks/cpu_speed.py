@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_speed.py
 
-It reads benchmarks/results/cpu and writes between the two comments `speed`. Of each op and sweep it
-chooses the largest size that was timed with gradients, or without if there are none, and the peers
-at that size.
+It reads benchmarks/results/cpu and writes between the two comments `speed`. For each op and sweep,
+it chooses the largest size timed with gradients, and the peers at that size. If no size was timed
+with gradients, it chooses the largest size timed without.
 """
 
 import pathlib
@@ -29,7 +29,8 @@ def table(found: list[rows.Row]) -> str:
     """Return a table with a line for each op and kind of call that has a stable row and peer.
 
     Raises:
-        ValueError: the rows are of a tree with changes, of several commits or machines.
+        ValueError: the rows are from uncommitted changes, or from several commits, machines or
+            numbers of threads.
     """
     origins = {(row.commit, row.dirty, row.machine, row.threads) for row in found}
     if len(origins) != 1 or next(iter(origins))[1]:

@@ -2,7 +2,7 @@
 
     npu-ops emulate -- python benchmarks/launch_cost.py [--rounds 30] [--calls 100]
 
-Times each op that has AscendC kernels, with those and with Triton's, in one process. The time
+Times each op that has AscendC kernels, with these and with Triton's, in one process. The time
 includes everything from the public function to the runtime's launch: checks, torch's dispatcher,
 allocation of outputs, the choice of an implementation, and for Triton the look-up of a compiled
 kernel. No kernel runs, so the NPU's time is not included; nor is Triton's own launcher in C++,
@@ -15,8 +15,8 @@ emulated NPU's runtime.
 Times the same without any launcher: on CPU tensors, with an implementation that does nothing. This
 is the cost of npu-ops and torch's dispatcher, for the forward, and for forward and backward. A time
 is the minimum of the rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in
-Python does nothing. `autograd.Function` is one whose forward allocates and whose backward returns
-its argument.
+Python does nothing. `autograd.Function` is a torch.autograd.Function whose forward only allocates
+its result, and whose backward returns its argument.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ HOST_FIELDS = ("call", "device", "us_forward", "us_forward_backward", "rounds", 
                "repro")  # fmt: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "launch" / "npu-emulated.csv"
 HOST = RESULTS.with_name("host.csv")
-# Empty versions of the functions that csrc/emulator/kernels.cpp calls in a library of twins.
+# Empty versions of the functions that csrc/emulator/kernels.cpp looks up in a library of AscendC
+# kernels compiled for the CPU.
 NOTHING = """
 void npu_ops_twin_regions(const char* const*, const unsigned long*, const unsigned long*, long) {}
 long npu_ops_twin_launch(void (*)(const void*), long, const void*, int, int) { return 0; }
@@ -143,7 +144,7 @@ def without_launcher() -> dict:
 
 
 class Nothing(torch.autograd.Function):
-    """A function whose gradient does nothing: its cost is that of any gradient in Python."""
+    """Computes nothing: its time is the least that an autograd.Function in Python takes."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Run `npu-ops model` on our ops at the shapes that matter, and compare with the memory limit.
+"""Run `npu-ops model` on npu-ops' calls in CALLS, and compare with the time of memory traffic.
 
     python benchmarks/model_ops.py [NAME ...]
 

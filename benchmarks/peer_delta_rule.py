@@ -1,4 +1,4 @@
-"""How to call other projects' wrappers of Gated Delta Net: functions and arguments by project.
+"""Lists other projects' wrappers of Gated Delta Net: functions and arguments by project.
 
 In each project, the forward of the chunked delta rule calls six functions, listed in this order; q
 and k are normalised before. vllm-ascend's own forward runs the last two in AscendC; this file calls

@@ -1,4 +1,4 @@
-"""Other projects' Triton-Ascend kernels, from checkouts, without an NPU or compiled extensions.
+"""Records launches of other projects' Triton-Ascend kernels from checkouts, without an NPU.
 
 `import_from` makes a project's modules importable; no file of it is changed or copied. Launches are
 recorded on CPU tensors and never run.

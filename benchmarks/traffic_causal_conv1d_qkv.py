@@ -2,9 +2,9 @@
 
     npu-ops emulate -- python benchmarks/traffic_causal_conv1d_qkv.py
 
-Counted as in traffic_chunk_gated_delta_rule.py: the loads and stores of kernels and torch operators
-on the emulated NPU, as the difference between 512 and 256 tokens, with 16 key heads and 32 value
-heads of 128, bf16.
+Counts the loads and stores of kernels and torch operators on the emulated NPU, as
+traffic_chunk_gated_delta_rule.py does. The result is the difference between 512 and 256 tokens,
+with 16 key heads and 32 value heads of 128, in bf16.
 """
 
 from __future__ import annotations

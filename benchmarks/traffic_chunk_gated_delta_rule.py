@@ -2,12 +2,12 @@
 
     npu-ops emulate -- python benchmarks/traffic_chunk_gated_delta_rule.py
 
-For global memory, it counts the loads and stores of the kernels as they run on the emulated NPU,
-and the inputs and outputs of every torch operator between them. The result is the difference
-between 1024 and 512 tokens, so that constant parts cancel. For workspace, it counts tiles in the
-vendor compiler's output: those that kernels pass between matrix unit and vector cores, each written
-and read once, and those that the matrix unit keeps there for its own next product. "normalized"
-rows are with use_qk_l2norm_in_kernel.
+For global memory, the script counts the loads and stores of the kernels on the emulated NPU, and
+the inputs and outputs of the torch operators between them. The result is the difference between
+1024 and 512 tokens, so that constant parts cancel. For workspace, the script counts tiles in the
+vendor compiler's output. The first kind passes between matrix unit and vector cores, and is written
+and read once. The matrix unit keeps the second kind for its own next product. "normalized" rows are
+with use_qk_l2norm_in_kernel.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def moved(tokens: int, normalize: bool) -> dict[tuple[str, str], tuple[int, int]
 
 
 class counted:
-    """Count the bytes of a block of code into `found`."""
+    """In a block, count the bytes loaded and stored: `found[name, kernel]` gets both numbers."""
 
     def __init__(self, name: str, found: dict):
         self.name, self.found, self.glue = name, found, Glue()
@@ -134,7 +134,8 @@ def _tiles(kernel: str, made: str, half: str) -> collections.Counter:
 
 def _size(tiles: collections.Counter) -> int:
     return sum(
-        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # not the buffers
+        # The last two dimensions are a tile's; a dimension before them counts buffers.
+        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))
         for (shape, dtype), count in tiles.items()
     )
 

@@ -1,8 +1,8 @@
 """Stand-ins for CUDA's libraries: a CUDA build of torch loads without CUDA, next to torch_npu.
 
-Nearly all of their functions only return cudaErrorNoDevice. They exist because only torch 2.13 has
-a CPU build in every registry, CUDA's libraries are several GB, and a machine without a GPU needs
-none of them.
+Nearly all functions of a stand-in only return cudaErrorNoDevice. The reasons for stand-ins:
+- Only torch 2.13 has a CPU build in every registry.
+- CUDA's libraries are several GB, and a machine without a GPU needs none of them.
 """
 
 import collections

@@ -142,7 +142,7 @@ def make(row: Row) -> None:
 
 
 def older_compiler(row: Row) -> pathlib.Path:
-    """Return the path of ascendnpu-ir 1.1's compiler. It only judges kernels; 1.2 lowers them."""
+    """Return the path of ascendnpu-ir 1.1's compiler. It only checks kernels; 1.2 lowers them."""
     return row.folder / "older" / "ascendnpuir" / "bin" / "bishengir-compile"
 
 
@@ -256,14 +256,14 @@ def demo(row: Row) -> str:
 
 
 def verify(row: Row) -> str:
-    """Check what two minutes allow, and at least one case of every op."""
+    """Run `npu-ops verify` for two minutes; it checks at least one case of every op."""
     options = ("--device", "npu-emulated", "--minutes", "2", "--output", row.folder / "report")
     run(row, "npu-ops", "verify", *options)
     return "ok"
 
 
 def passed(output: str) -> str:
-    """Return how many tests passed, as a sentence."""
+    """Return how many tests passed, as text such as "380 passed"."""
     found = re.findall(r"(\d+) passed", output)
     if not found:
         raise Failed("no test ran")

@@ -3,9 +3,9 @@ sources.
 
     python packaging/wheels.py [x86_64] [aarch64] [pure] [source]
 
-Each is built in a folder of its own, from an unpacked source distribution, so that files of other
-builds in this checkout are not included. If git has a remote `origin`, the metadata names its page
-and the README's links lead there. Needs auditwheel, patchelf, and for another machine's
+Each file is built in a folder of its own, from an unpacked source distribution. So files that other
+builds left in this checkout are not included. If git has a remote `origin`, the metadata names its
+page and the README's links lead there. Needs auditwheel, patchelf, and for another machine's
 architecture a g++ (Debian: g++-aarch64-linux-gnu).
 
 A native wheel serves every Python from 3.10, every torch from 2.7, and glibc from 2.28. A library
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
 TORCH = "2.13.0"
 OLDER_TORCH = ("2.7.1", "2.8.0", "2.9.1")
-GLIBC = 28  # 2.28: manylinux_2_28
+GLIBC = 28  # the oldest glibc that the wheels support is 2.28 (manylinux_2_28)
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 # One distribution at a time: setuptools gathers the files in one folder of the sources, and then
 # removes it.

@@ -1,6 +1,6 @@
 """Settings for all tests.
 
-Outputs are filled with NaN before a kernel writes them, so an element that it forgets shows.
+Outputs are filled with NaN before a kernel runs, so tests find elements that it does not write.
 
 Framework functions stay unpatched unless a test asks for the patches: tests compare npu-ops with
 the framework's own functions.
@@ -25,7 +25,7 @@ npu_ops_import_hook.unwatch()
 
 
 def pytest_collectstart(collector):
-    """Seed before each module is collected: some draw when imported."""
+    """Seed before each module is collected: some modules draw random numbers when imported."""
     _seed()
 
 
@@ -96,8 +96,8 @@ def pytest_collection_modifyitems(config, items):
 def _leave_dtypes_to_test_all(items):
     """Mark all but one dtype of each test as slow, a different one from test to test.
 
-    A kernel takes about a second to compile per dtype. For tests of mixed dtypes a third of the
-    combinations stays; these still contain every pair of dtypes.
+    A kernel takes about a second to compile per dtype. Of a test with several dtype parameters, a
+    third of the combinations stays; with three or more, this third contains every pair of dtypes.
     """
     tests = {}
     for item in items:

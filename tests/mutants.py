@@ -6,11 +6,12 @@
     python tests/mutants.py rope --functions          # a second each: not code that runs at import
     python tests/mutants.py l2norm --csv tests/mutants.csv
 
-A mutant (python_mutations.py) changes one place in `npu_ops/ops/OP`: it ignores an option, leaves
-out a check, moves a bound by one, does not pass a dtype on, or assumes a stride. Tests are
-collected once. Each mutant runs in a forked process, in which the functions get the changed code.
-Tests that reach the changed line run first, then those that come close; the quickest go first,
-until one fails. A mutant of code that runs at import is put in place before npu_ops is imported.
+A mutant (python_mutations.py) changes one place in `npu_ops/ops/OP`. For example, it ignores an
+option, leaves out a check, moves a bound by one, does not pass a dtype on, or assumes a stride.
+Tests are collected once. Each mutant runs in a forked process, in which the functions get the
+changed code. Tests that reach the changed line run first, then those that come close; the quickest
+go first, until one fails. A mutant of code that runs at import is put in place before npu_ops is
+imported.
 Triton kernels have no mutants here, as they run on a device. For AscendC kernels see
 tests/emulator/mutants.py.
 """
@@ -164,7 +165,10 @@ def in_a_fork(function, seconds: float = 0) -> object:
 
 
 def traced(passes, names: set[str]) -> tuple[bool, float, list]:
-    """Run one test; return whether it passes, its CPU seconds, and the lines of `names` it runs."""
+    """Run one test; return whether it passes, its CPU seconds, and the lines it runs.
+
+    names: the files whose lines are traced.
+    """
     lines = set()
 
     def trace(frame, event, _):
@@ -354,7 +358,7 @@ def main() -> int:
     parser.add_argument("--csv", type=pathlib.Path, help="a table to put the score in")
     options = parser.parse_args()
     import torch  # noqa: F401
-    import transformers  # noqa: F401  # both once, for all processes
+    import transformers  # noqa: F401  # import both before the forks, which share them
 
     mutants = chosen(options.op, options.sample, options.only)
     found = Verdicts(options.op, mutants, options.contract_only, options.functions).collect()

@@ -63,7 +63,7 @@ def implementations(table) -> list:
     """Return (name, device) of each implementation of an op that runs on an available device.
 
     An implementation by the vendor's operators is left out unless it comes first: behind our own
-    kernels it takes few calls. `test_*_aclnn.py` tests these.
+    kernels it takes few calls. `test_*_aclnn.py` and `test_fla_npu.py` test these.
     """
     return [
         pytest.param(
@@ -98,7 +98,7 @@ def runner(function, op: str, names: tuple[str, ...]):
 
 
 def on_npu(test):
-    """Parametrize a test with the device "npu"; return None, so no test, if there is no NPU."""
+    """Parametrize a test with the device "npu". Without an NPU, return None, which is no test."""
     return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
 
 

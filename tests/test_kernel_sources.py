@@ -35,9 +35,9 @@ def names_to_names(node):
 def passed_on_from_one_start(source):
     """Yield (kernel, target, value) for names that a loop assigns and that start as one value.
 
-    Triton 3.6 visits a loop's body once to learn which names it changes. A name that then still
-    holds its old value is silently taken for a constant of the loop: after `a, b = zero, zero`, a
-    loop of `b, a = a, new` keeps b at zero.
+    Triton 3.6 visits a loop's body once to learn which names the loop changes. If a name still has
+    its old value after this visit, Triton takes it for a constant of the loop, without an error.
+    Example: after `a, b = zero, zero`, a loop of `b, a = a, new` keeps b at zero.
     """
     for kernel in kernels(source):
         for loop in ast.walk(kernel):

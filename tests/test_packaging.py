@@ -194,7 +194,7 @@ def test_editors_and_type_checkers_know_every_public_name(installed, tmp_path):
 
 
 def test_the_native_library_asks_for_no_newer_glibc():
-    """It needs at most glibc 2.28, as packaging/wheels.py promises, and GCC 8's libstdc++."""
+    """The library needs at most glibc 2.28 (see packaging/wheels.py) and GCC 8's libstdc++."""
     library = ROOT / "npu_ops" / "_native.abi3.so"
     symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True)
     needed = re.findall(r"\((GLIBC|GLIBCXX)_([\d.]+)\)", symbols.stdout)
@@ -395,7 +395,7 @@ def test_the_metadata_and_the_readme_of_a_release_link_to_the_repository(tmp_pat
 
 @pytest.fixture
 def release(tmp_path, monkeypatch):
-    """The module packaging/release.py, and a clone in which a release was built."""
+    """Return the module packaging/release.py and a folder in which a release was built."""
     monkeypatch.syspath_prepend(ROOT / "packaging")
     import release
 

@@ -36,7 +36,7 @@ def test_a_function_gets_the_code_of_its_mutant():
     ],
 )  # fmt: skip
 def test_what_a_mutant_changes(tmp_path, right, wrong, changed):
-    """`changed` None: code that runs at import. A function changes with those nested in it."""
+    """`changed`: functions that change, with those nested in them; None: code run at import."""
     path = tmp_path / "module.py"
     path.write_text(right)
     code = compile(wrong, str(path), "exec")

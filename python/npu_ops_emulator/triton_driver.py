@@ -1,9 +1,9 @@
-"""Triton-Ascend kernels on an emulated NPU.
+"""Runs Triton-Ascend kernels on an emulated NPU.
 
-After `install()`, every `@triton.jit` kernel launched on tensors of the CPU or of the emulated NPU
-goes through the vendor's front end, is checked by the vendor's compiler, and runs on the CPU. That
-shows that a kernel compiles, fits on-chip memory, and computes the right numbers. It says nothing
-about time, the cube's rounding, or synchronisation between cores and pipes.
+`install()` changes the launch of every `@triton.jit` kernel on tensors of the CPU or the emulated
+NPU. The vendor's front end lowers the kernel, the vendor's compiler checks it, and it runs on the
+CPU. So a kernel is known to compile, to fit on-chip memory, and to compute the right numbers.
+Nothing is known about time, the cube's rounding, or synchronisation between cores and pipes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "statistics",
 ]
 
-_UB_KIB = {False: 192, True: 248}  # by whether the SoC is an Ascend950
+_UB_KIB = {False: 192, True: 248}  # unified buffer in KiB; True: of Ascend950
 
 
 class KernelRejected(MLIRCompilationError):
@@ -83,8 +83,8 @@ def install(
             24.
         check_bounds: raise OutOfBounds before a kernel reads or writes outside its tensors' memory.
             Default: no.
-        judge: let the vendor's compiler check that each kernel fits the NPU. Without it kernels
-            compile faster, and one that overflows on-chip memory runs.
+        judge: let the vendor's compiler check that each kernel fits the NPU. Without this check,
+            kernels compile faster, and a kernel that overflows on-chip memory runs.
 
     Raises:
         EmulatorError: Triton is not Ascend's.

@@ -1,4 +1,4 @@
-"""Launches of compiled Triton kernels: arguments, threads, statistics, bounds checks."""
+"""Launches compiled Triton kernels: arguments, threads, statistics, bounds checks."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class NotLowered(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An NPU to compile for: its user-visible name, and the compiler's name for it."""
+    """An NPU to compile for. soc: its name, as users write it; `compiler_name`: the compiler's."""
 
     soc: str
 

@@ -181,7 +181,7 @@ class _Loops:
         return "\n".join(lines)
 
     def _place(self, along: str) -> str:
-        """Return indices with `along` at the axis."""
+        """Return the loops' indices, with `along` in place of the index along `self.axis`."""
         return ", ".join(along if d == self.axis else i for d, i in enumerate(self.at))
 
     def _extract(self, name: str, tensor: str, along: str) -> str:
@@ -213,7 +213,7 @@ class _Loops:
 
     def _scan(self, carried: str, combine: str, reverse: bool):
         name, i = self.name, self.at[self.axis]
-        # The first element has no predecessor. Read its own place instead; the select below
+        # The first element has no predecessor. Read the element itself instead; the select below
         # discards the combined value.
         step, edge, bound = (
             ("addi", "minsi", f"{name}_last") if reverse else ("subi", "maxsi", f"{name}_zero")

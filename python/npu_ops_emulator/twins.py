@@ -1,4 +1,4 @@
-"""AscendC kernels on the CPU: compiles them as twins, runs and checks them.
+"""Compiles AscendC kernels for the CPU (as twins), runs and checks them.
 
 A twin is a kernel's source, compiled with g++ against the vendor's headers and the instructions in
 csrc/twin. It computes the kernel's results and reports errors: bounds, alignment, queues, events,

@@ -1,4 +1,4 @@
-"""The vendor's tools: triton-ascend's front end and AscendNPU-IR's compiler."""
+"""Runs the vendor's tools: triton-ascend's front end and AscendNPU-IR's compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tool(name: str) -> str:
     ascendnpu-ir wheel, a tool on PATH.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the tool was not found.
     """
     named = os.environ.get(COMPILER) if name == "bishengir-compile" else None
     if named:
@@ -140,7 +140,7 @@ def lower(kernel, signature: dict, constants: dict, soc: str, **options) -> str:
     """Lower a kernel to the dialect that the vendor's compiler takes.
 
     Raises:
-        CompileError: the front end rejects it.
+        CompileError: the front end rejects the kernel.
     """
     compiler = frontend()
     from triton._C.libtriton import ir
@@ -185,7 +185,7 @@ def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, 
     options: of the launch, e.g. `multibuffer`.
 
     Raises:
-        CompileError: it does not compile, e.g. for "ub overflow".
+        CompileError: the kernel does not compile, e.g. for "ub overflow".
         FileNotFoundError: there is no compiler.
     """
     wanted = ("--mlir-print-debuginfo", f"--mlir-print-ir-after={LAST_PASS}")

@@ -1,4 +1,4 @@
-"""torch_npu in a separate folder.
+"""Installs torch_npu in a separate folder.
 
 With torch_npu in the ordinary environment and no CANN, `import torch` fails. So it is installed
 next to the emulator's library, and only emulated processes have that folder on their path.
@@ -21,7 +21,7 @@ def version(package: str) -> str:
     """Return the version of a package in this environment, without importing it.
 
     Raises:
-        EmulatorError: it is not installed.
+        EmulatorError: the package is not installed.
     """
     try:
         return importlib.metadata.version(package)

@@ -285,7 +285,7 @@ def _shown(rows: Iterable, head: str, line: Callable, as_json: bool) -> list:
 
 
 def _rollout(model, dtype, device, tokens, engine, most, as_json) -> NoReturn:
-    """Print the rows of rollout.py and exit."""
+    """Compare log-probabilities of SGLang and transformers (rollout.py), print them and exit."""
     from npu_ops.core import env
     from npu_ops_tools import rollout
 

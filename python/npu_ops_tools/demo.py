@@ -47,7 +47,7 @@ LEAST_P = 1e-3
 
 @dataclasses.dataclass
 class Check:
-    """One claim of the demo, and whether it held."""
+    """One check of the demo: its name, whether it passed, and the numbers compared."""
 
     name: str
     passed: bool
@@ -111,7 +111,7 @@ def find_megatron(folder: pathlib.Path | None) -> pathlib.Path | None:
     """Return the folder to put on the path; None if megatron-core is installed.
 
     Raises:
-        FileNotFoundError: it was not found.
+        FileNotFoundError: megatron-core was not found.
     """
     if folder is None and importlib.util.find_spec("megatron") is not None:
         return None
@@ -183,7 +183,7 @@ def train(command: Command, device: str, steps: int, runs: list[Run], console) -
 
 
 def without(device: str) -> dict[str, str]:
-    """Return switches for Megatron alone.
+    """Return the environment variables for training without npu-ops.
 
     On an NPU the jit_fuser patch stays, because Megatron's torch.compile fails there.
     """
@@ -191,7 +191,7 @@ def without(device: str) -> dict[str, str]:
 
 
 def with_us(device: str) -> dict[str, str]:
-    """Return switches for npu-ops. On an NPU, a fallback is an error."""
+    """Return the environment variables for training with npu-ops. On an NPU, a fallback fails."""
     return {"NPU_OPS_DISABLE": "", "NPU_OPS_STRICT": "0" if device == "cpu" else "1"}
 
 

@@ -1,4 +1,4 @@
-"""Training data of the demo: scikit-learn's text and pictures as Qwen3-VL prompts.
+"""Makes the demo's training data: scikit-learn's text and pictures as Qwen3-VL prompts.
 
 A picture becomes a grid of patches; the token of a patch is its mean colour. Text becomes bytes.
 Positions have three rows, T, H and W, numbered as in Qwen3-VL.

@@ -334,7 +334,7 @@ def _goes_without_saying(why_not: str) -> bool:
 
 
 def _patches(rows: list[dict]) -> Iterator[str]:
-    """Format patches by package and reason, followed by each op's functions and their places."""
+    """Format patches by package and reason, with each op's patched functions and their modules."""
     yield "replaced in frameworks"
     for (package, reason), members in by_reason(rows).items():
         count = "1 patch" if len(members) == 1 else f"{len(members)} patches"

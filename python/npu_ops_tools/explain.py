@@ -1,5 +1,7 @@
-"""Attention plans from the command line: `npu-ops explain attention layout=TND keys=packed
-heads=16`."""
+"""`npu-ops explain`: shows which NPU operator computes an attention call, and with which arguments.
+
+Example: `npu-ops explain attention layout=TND keys=packed heads=16`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ import npu_ops
 
 
 def explain(op: str, settings: list[str]) -> npu_ops.AttentionPlan:
-    """Return an op's plan for `name=value` settings, which are fields of its spec.
+    """Return the plan of an attention call: the NPU operator that computes it, and its arguments.
+
+    op: "attention". settings: fields of `AttentionSpec`, each as "name=value".
 
     Raises:
-        ValueError: there is no such op or field, or the spec rejects a value.
+        ValueError: another op, an unknown field, or a value that the spec rejects.
     """
     if op != "attention":
         raise ValueError(f"op: got {op!r}, needs 'attention', the only op with a plan")

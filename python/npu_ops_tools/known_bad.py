@@ -1,4 +1,4 @@
-"""Combinations of versions that are known to fail, with a fix for each."""
+"""Finds combinations of versions that are known to fail, and names a fix for each."""
 
 from __future__ import annotations
 

@@ -155,7 +155,8 @@ def _of_triton() -> dict[str, int]:
 def build(folder: str) -> torch.nn.Module:
     """Build a small model of transformers with random weights, up to the first layer of each kind.
 
-    It has a small vocabulary and few experts. The sizes of a layer do not change its launches.
+    It has a small vocabulary, few experts, and one vision layer if the model has a vision tower.
+    The sizes of a layer do not change its launches.
 
     Raises:
         OSError, ValueError: transformers finds no configuration, or no model for it.

@@ -13,7 +13,7 @@ import sys
 
 from npu_ops_tools.where import ops
 
-# template -> its place, relative to the root of the repository.
+# template -> the file written from it, relative to the root of the repository.
 FILES = {
     "init.py": "npu_ops/ops/{op}/__init__.py",
     "op.py": "npu_ops/ops/{op}/op.py",

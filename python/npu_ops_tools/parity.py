@@ -19,7 +19,7 @@ from npu_ops_tools.where import ops
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One op at one shape.
+    """The result for one op at one shape.
 
     implementation: name of the implementation that ran.
     forward, backward: the largest ratio of an error to its tolerance; None without a backward.

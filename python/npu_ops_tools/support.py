@@ -1,4 +1,4 @@
-"""Images of projects (`images.csv`), and tests of npu-ops with their versions (`tested.csv`).
+"""Reads projects' images (`images.csv`) and results of npu-ops with their versions (`tested.csv`).
 
 A project's image pins versions of torch, torch_npu and Python. packaging/versions.py installs
 npu-ops with these versions, tests it with the emulated NPU on x86_64, and writes the results.
@@ -38,8 +38,10 @@ def images() -> list[dict[str, str]]:
 
 
 def tested() -> list[dict[str, str]]:
-    """Return a row for each torch, with every step's result: "yes", a number of passed tests, or an
-    error."""
+    """Return a row for each tested combination of torch, torch_npu and Python.
+
+    The result of a step is "yes", a number of passed tests, or an error.
+    """
     return _read("tested.csv")
 
 
@@ -92,7 +94,7 @@ def _what(row) -> str:
 
 
 def _named(row) -> str:
-    """Return the images that have this torch."""
+    """Return a phrase that names the images with the row's torch; "" if there are none."""
     names = [image["image"] for image in images() if image["torch"] == row["torch"]]
     return f"; used by {', '.join(names)}" if names else ""
 

@@ -27,7 +27,7 @@ PLACES = {
 }
 
 
-# Folders that a clone of the repository has, and an installed package lacks.
+# Folders that a clone of the repository has. An installed package lacks some of them.
 _OF_A_CLONE = ("benchmarks", "csrc/common", "npu_ops/ops", "tests/fuzz")
 
 

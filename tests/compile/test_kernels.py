@@ -51,7 +51,7 @@ def check(rows):
 
 
 def test_a_row_that_fits_in_a_tile_is_read_once():
-    """Its two loops over the columns share one load; a wider row is read twice."""
+    """If a row fits in a tile, both loops over its columns share one load per input."""
     rows, _ = compile_reports(
         "l2norm", "--dtype=bfloat16", "--case=wide-4096", "--case=wide-20000",
         *(f"--soc={soc}" for soc in SOCS),
@@ -87,7 +87,7 @@ def test_representative_kernels(op, soc, chosen):
 
 @pytest.mark.parametrize("op, case, soc", REFUSED)
 def test_what_a_compiler_refuses(op, case, soc):
-    """If the compiler takes it, remove the entry here and in docs/evidence/compilers.md."""
+    """If a compiler accepts a case, remove its entry in REFUSED and docs/evidence/compilers.md."""
     chosen = ("--case", case, "--soc", soc, "--dtype", "bfloat16")
     rows, status = compile_reports(op, *chosen)
     assert rows and all(REFUSED[op, case, soc] in row["faults"][0] for row in rows)

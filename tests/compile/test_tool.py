@@ -172,7 +172,7 @@ def constants(name, signature, given=""):
 
 
 def test_each_configuration_of_an_autotuner_is_compiled():
-    """Heuristics compute more constants from these, from tensors and from numbers."""
+    """Heuristics compute more constants from the configuration's, from tensors and numbers."""
     found, launches = constants("scaled", SCALED)
     assert found == [{"BLOCK": size, "SCALED": True, "WHOLE": True} for size in (512, 4096)]
     assert [launch.case for launch in launches][0] == "BLOCK=512, SCALED=True, WHOLE=True"

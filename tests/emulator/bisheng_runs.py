@@ -15,7 +15,7 @@ from npu_ops_emulator import twins
 from upstream_ascendc import aligned, bf16, numbers
 
 POISON = 0x7F
-WORKSPACE = 32 * 1024 * 1024  # after the part that the system reserves
+WORKSPACE = 32 * 1024 * 1024  # bytes, including the part that the system reserves
 
 
 @dataclasses.dataclass
@@ -24,7 +24,7 @@ class Run:
 
     arguments: by the kernel's parameter names; a missing one is null.
     expected: contents of arguments afterwards, to `tolerance` times the largest number. An argument
-      that is only here is an output, and is filled with a poison value first.
+      that is only in `expected` is an output; all its bytes are POISON first.
     """
 
     tiling: Mapping[str, object]
@@ -224,7 +224,7 @@ def dense_embedding_codegen_lookup_function(draw: np.random.Generator) -> Run:
 
 
 def dense_embedding_codegen_lookup_function_grad(draw: np.random.Generator) -> Run:
-    """Adds to the existing contents: cores add atomically, in any order."""
+    """The kernel adds to `out`. Cores add atomically, in any order."""
     tiling, begins, indices, offsets, rows = _lookups(draw)
     grad = draw.standard_normal((96, tiling["embedDimLength"])).astype(np.float32)
     sums = np.zeros((2 * rows, tiling["embedDimLength"]))
@@ -235,7 +235,7 @@ def dense_embedding_codegen_lookup_function_grad(draw: np.random.Generator) -> R
 
 
 def split_embedding_codegen_forward_unweighted(draw: np.random.Generator) -> Run:
-    """Sums of bags from two tables; each core has two bags of each table."""
+    """Sums the bags of two tables, four bags per table; each of four cores has two bags."""
     tables, batch, width, rows, blocks = 2, 4, 24, 30, 4
     lengths = draw.integers(1, 9, tables * batch)
     offsets = _offsets(lengths, np.int64)
@@ -278,8 +278,7 @@ def mul_add(draw: np.random.Generator) -> Run:
 
 
 def la_preprocess(draw: np.random.Generator) -> Run:
-    """[B, S, N, D] in bf16 to [B, N, S, D] in half, with S padded with zeros to a
-    multiple of 16."""
+    """Converts [B, S, N, D] in bf16 to [B, N, S, D] in half; zeros pad S to a multiple of 16."""
     batch, heads, dim, lengths, blocks = 2, 3, 128, (21, 13, 16), 4
     arguments, expected = {}, {}
     for name, tokens in zip(("query", "key", "value"), lengths, strict=True):

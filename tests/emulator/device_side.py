@@ -1,10 +1,10 @@
-"""A second checker of AscendC kernels: clang, with the device part of the vendor's headers.
+"""Checks AscendC kernels a second time: with clang and the device part of the vendor's headers.
 
 The twin of a kernel (npu_ops_emulator) is compiled with g++ for a CPU, so it accepts code that a
-device cannot run. Here every pointer has its address space. The checker reports what clang finds in
-a kernel's code: double, recursion, functions that are not for devices (the C and C++ library's, and
-ours without `__aicore__`), indirect calls, global constructors, and a stack that is too deep. For
-Ascend950, whose instructions differ, it only checks that a kernel's calls are declared.
+device cannot run. Here every pointer has its address space. The checker reports these in a kernel:
+- double, recursion, indirect calls, global constructors, a stack that is too deep
+- functions that are not for devices: the C and C++ library's, and ours without `__aicore__`
+For Ascend950, whose instructions differ, it only checks that a kernel's calls are declared.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _headers() -> pathlib.Path:
              pathlib.Path(__file__).read_text(), _run([clang(), "--version"]).stdout)  # fmt: skip
     name = f"device-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}"
     kept, whole = headers.cache() / f"{name}.pch", headers.cache() / f"{name}.h"
-    with build.locked():  # another process may build it too, and clang compares times
+    with build.locked():  # one process at a time, because clang compares file times
         if kept.exists():
             return kept
         with tempfile.TemporaryDirectory(dir=headers.cache()) as scratch:
@@ -166,7 +166,7 @@ def _text_of_headers(start: pathlib.Path) -> str:
 
 @functools.cache
 def _declarations() -> str:
-    """Declare the instructions with operands of any type, which the headers check."""
+    """Return declarations of the instructions with operands of any type; headers check types."""
     names = headers._called(headers.staged() / "asc-devkit") | set(_SCALAR.split())
     numbers = {name for name in names if name.startswith("get_")} | set(_NUMBERS.split())
     lines = []
@@ -227,7 +227,7 @@ class Module:
         return found
 
     def functions(self) -> list[str]:
-        """Return the C++ names of all functions that the kernels call, directly or not."""
+        """Return the C++ names of the kernels and all functions that they call, directly or not."""
         return [self._names.get(name, name) for name in self._reached()]
 
     def _calls(self, name: str) -> list[str]:
@@ -289,7 +289,7 @@ def _demangled(names: list[str]) -> dict[str, str]:
 
 
 def deepest(assembly: str, usage: str, kernels: list[str]) -> dict[str, int]:
-    """Return each kernel's stack in bytes, with the calls in it.
+    """Return each kernel's stack in bytes, including the functions that it calls.
 
     usage: the output of -fstack-usage.
     """

@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels: log gates in base 2, fewer heads for q and k."""
+"""Cases of flash-linear-attention's kernels: gates are log2, q and k have fewer heads than v."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sgl-kernel-npu's kernels: natural log gates."""
+"""Cases of sgl-kernel-npu's kernels: gates are natural logarithms."""
 
 from __future__ import annotations
 

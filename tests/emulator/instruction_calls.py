@@ -1,4 +1,4 @@
-"""Random calls of the instructions in csrc/twin, and the expected unified buffer."""
+"""Makes random calls of the instructions in csrc/twin, and checks the unified buffer afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Mask:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (repeat, index within it) of the elements that take part.
 
-        of_each: a count is per repeat.
+        given: number of repeats. each: elements of a repeat.
+        of_each: a count applies to each repeat, not to all repeats together.
         """
         if self.counts and of_each:
             return np.divmod(np.arange(given * self.count), self.count)

@@ -1,4 +1,4 @@
-"""The results of a vector core's instructions, in numpy, written only from their descriptions.
+"""Computes a vector core's instructions in numpy, written only from their descriptions.
 
 Nothing here comes from csrc/twin. bf16 numbers are uint16 bit patterns, as numpy has no bf16.
 """

@@ -106,7 +106,7 @@ def _more_convolutions() -> dict[str, dict]:
 
 
 def _longer_than_the_state() -> Wrong:
-    """Six tokens for a state of two: its last columns would be outside it."""
+    """Return a call with six tokens and states of four columns, which have space for two tokens."""
     draw = _normal()
     state = draw(1, 8, 8)
     given = {
@@ -177,7 +177,7 @@ def _more_delta_rules() -> dict[str, dict]:
 
 
 def _slots_of_tokens() -> list[Wrong]:
-    """One slot for each token's state."""
+    """Return calls in which each token's state has its own slot."""
     return [
         # States from past and before the pool, accepted counts that are zero or too large. The last
         # state of the last sequence but one has no slot.
@@ -202,7 +202,7 @@ def _slots_of_tokens() -> list[Wrong]:
 
 
 def _kept_states() -> list[Wrong]:
-    """The states after each token are stored in rows."""
+    """Return calls that store the state after each token in a row of `intermediate_states`."""
     kept = _normal()(9, 2, 4, 8, 8)
     return [
         # A negative accepted count, one above the number of stored states, rows past the last and
@@ -227,7 +227,7 @@ def _kept_states() -> list[Wrong]:
 
 
 def _starts() -> list[Wrong]:
-    """One wrong start makes all tokens NaN and leaves all states unchanged."""
+    """Return calls with one wrong start: all tokens become NaN, and all states are unchanged."""
     wrong = {
         "a start that is not 0": [1, 2, 2, 9],
         "an end behind the tokens": [0, 2, 2, 12],

@@ -46,7 +46,7 @@ class Example:
     memory: int | None = None
 
     def run(self) -> bool:
-        """Run it; return whether the results are right. Raises what the call raises."""
+        """Run the call; return whether its results are right. Raises what the call raises."""
         actual = compute(self.op, "ascendc", self.function, self.arguments, self.wrt, self.writes)
         try:
             for name, value in actual.items():

@@ -3,11 +3,12 @@
     npu-ops emulate -- python tests/emulator/mutants.py                        # all of them
     npu-ops emulate -- python tests/emulator/mutants.py --op rope --sample 40  # some, by --seed
 
-A mutant is an AscendC kernel with one place changed (mutations.py): a wait, free, event or
-instruction left out, a buffer halved, an edge moved, another queue used, or cores that do the same
-work. It runs the cases of its op that reach that place, the quickest first, until one catches it:
-on all cores, and on two with less memory, where a core has many tiles. Prints the score of each
-file and the survivors. The exit status is 1 if equivalent_mutants.py does not explain a survivor.
+A mutant is an AscendC kernel with one place changed by a rule of mutations.py. For example, a wait,
+free, event or instruction is left out, a buffer halved, an edge moved, another queue used, or cores
+do the same work. The mutant runs the cases of its op that reach that place, the quickest first,
+until one catches it: on all cores, and on two with less memory, where a core has many tiles. Prints
+the score of each file and the survivors. The exit status is 1 if equivalent_mutants.py does not
+explain a survivor.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Worker:
         return self._answer(LIMIT)["verdict"]
 
     def _answer(self, seconds: float) -> dict:
-        """Return its next line. The limit is in its own CPU seconds, so a busy machine is fine."""
+        """Return the child's next line. The limit is in the child's CPU seconds, not in time."""
         patience, used = time.monotonic() + PATIENCE, self._processor_time()
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._process.stdout, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""Mutations of our AscendC kernels, and sources that contain them all.
+"""Makes mutations of npu-ops' AscendC kernels, and sources that contain all of them.
 
 One build of an op contains every mutation behind `npu_ops_mutated(number)`, and a variable of the
 library selects one. So a mutant needs no compilation, and the library records which mutants a call
@@ -57,7 +57,7 @@ def closing(text: str, opening: int) -> int:
 
 
 def arguments(text: str, opening: int) -> list[tuple[int, int]]:
-    """Return the spans of a call's arguments, for the bracket at `opening`."""
+    """Return (start, end) of each argument of a call whose bracket opens at `opening`."""
     spans, depth, start = [], 0, opening + 1
     for at in range(opening, closing(text, opening) + 1):
         depth += text[at] in "([{"

@@ -37,7 +37,7 @@ def number(mistake: str) -> int:
 
 
 SOURCES = sorted(headers.kernel_sources().glob("*/*_ascendc.cpp"))
-# In `make test` the largest kernel and a small one.
+# `make test` checks the largest kernel and a small one, `make test-all` all kernels.
 KERNELS = often(SOURCES, ("gated_delta_rule_update", "rope"), lambda path: path.parent.name)
 
 

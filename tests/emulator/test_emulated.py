@@ -140,7 +140,7 @@ def test_autoload_and_options():
 
 @pytest.mark.parametrize("named, count", [("2,0,7,1", 2), ("", 0)])
 def test_visible_devices(named, count):
-    """Ray sets this variable for each worker."""
+    """Ray sets ASCEND_RT_VISIBLE_DEVICES for each worker."""
     done = python(
         """
         import torch

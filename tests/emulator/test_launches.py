@@ -63,7 +63,7 @@ MOST = {
 
 
 TOKENS = {"qwen4_exp": "16"}
-SHARE = {"qwen4_exp": 0.75}  # of the launches without npu-ops
+SHARE = {"qwen4_exp": 0.75}  # upper limit of launches, relative to those without npu-ops
 
 
 def launched(folder, tokens: str = "128") -> dict:
@@ -92,7 +92,7 @@ def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
 
 
 def test_packed_sequences_are_found_by_one_kernel():
-    """Three sequences, as in training. Earlier versions launched 24 and 30 kernels."""
+    """Three sequences, as in training. Earlier versions launched 24 kernels (backward: 30)."""
     script = pathlib.Path(__file__).parent / "inside" / "packed_launches.py"
     command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True)

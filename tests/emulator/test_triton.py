@@ -415,7 +415,7 @@ def exponential(x, out, n, BLOCK: tl.constexpr):
 
 @emulated
 def test_autotune_skips_what_does_not_fit():
-    # Not used as a decorator, which needs the driver that only the worker has.
+    # Called here, because a decorator would need the driver, which only the worker has.
     configs = [triton.Config({"BLOCK": 1 << 17}), triton.Config({"BLOCK": 256})]
     tuned = triton.autotune(configs, key=["n"])(exponential)
     x, out = torch.randn(1000), unset(1000)

@@ -81,7 +81,7 @@ def test_read_outside_a_tensor():
 @emulated
 def test_write_outside_a_tensor():
     x, memory = torch.zeros(64), torch.zeros(65)
-    out = torch.from_numpy(memory.numpy()[:64])  # its storage ends with it
+    out = torch.from_numpy(memory.numpy()[:64])  # the storage ends where the tensor ends
     with bounds_checked():
         words = r"program \(3, 0, 0\).* writes bytes 196 to 260 of argument 'out' \(float32\[64\]\)"
         with pytest.raises(triton_driver.OutOfBounds, match=words):

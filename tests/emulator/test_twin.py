@@ -1,4 +1,4 @@
-"""The twin of AscendC kernels computes a kernel's results and reports its mistakes."""
+"""Twins (AscendC kernels compiled for the CPU) compute the right results and report mistakes."""
 
 import pathlib
 import re

@@ -82,7 +82,7 @@ class Run:
         self.arguments = {name: aligned(array) for name, array in self.arguments.items()}
 
     def judge(self) -> bool:
-        """Run it and print a line; return whether everything is right."""
+        """Run the kernel and print a line; return whether results and findings are as expected."""
         with tempfile.TemporaryDirectory() as scratch:
             path = pathlib.Path(scratch) / "run.cpp"
             path.write_text(self.source)

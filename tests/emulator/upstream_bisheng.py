@@ -4,13 +4,13 @@ python tests/emulator/upstream_bisheng.py [NAME...] [--write]
 
 fbgemm-ascend and MindIE-SD ship their kernels' sources beside the objects that the vendor compiled
 from them. The wheels are downloaded to .cache/bisheng; none of their files is changed or copied.
-This script generates what else a kernel needs: macros for dtypes, from the wheel's table of
-objects, and a struct for the tiling, from the names that the source reads.
+This script generates what else a kernel needs. Macros for dtypes come from the wheel's table of
+objects, and a struct for the tiling from the names that the source reads.
 
-upstream_bisheng.csv has a row for each source: whether the twin builds it, what the clang checker
-reports, and the result of a run on random inputs (bisheng_runs.py). docs/evidence/ascendc.md lists
-the AscendC calls that our kernels make and none of these does. The exit status is 1 if either file
-is out of date; --write updates both.
+upstream_bisheng.csv has a row for each source: whether its twin (a build for the CPU) compiles,
+what the clang checker reports, and the result of a run on random inputs (bisheng_runs.py).
+docs/evidence/ascendc.md lists the AscendC calls that npu-ops' kernels make and none of these
+kernels does. The exit status is 1 if either file is out of date; --write updates both.
 
 NAME: only sources with this in the first three columns of their row; the docs' list stays as it is.
 """

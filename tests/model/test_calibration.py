@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytestmark = pytest.mark.xdist_group("calibration")
 SOC = "Ascend910B4-1"
 OTHER = {"launch": 1.3, "program": 0.05, "latency": 0.7, "memory": 1.0e6, "restart": 0.3}
-# Two of the kernels that take longest to model are enough.
+# Simulating the group "copy by cores" takes longest; the test uses only these two of it.
 QUICK = ("40 cores", "40 cores, beyond the cache")
 
 

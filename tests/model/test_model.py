@@ -333,8 +333,8 @@ def test_what_an_earlier_kernel_writes_is_not_known():
 def test_what_a_kernel_does_not_touch_it_does_not_write():
     """Pointers that a kernel gets but does not use count as inputs.
 
-    Without norms, intra_kernel does not use q, k and the spans. The backward reads loop bounds from
-    the spans, so they must keep their values.
+    Without norms, intra_kernel does not use q, k and `spans` (each chunk's tokens). The backward
+    reads loop bounds from `spans`, so the model must keep their values.
     """
     q = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
     gates = torch.zeros(1, 64, 1)

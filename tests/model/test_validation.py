@@ -37,7 +37,7 @@ def test_the_gates_and_the_page():
 
 
 def test_the_gate_of_gated_delta_net():
-    """Uses the rows that benchmarks/model_stages.py wrote; the test below repeats some of them."""
+    """Uses rows of benchmarks/model_stages.py; test_stages_are_predicted_so repeats some."""
     held_out = [each for each in stages.predicted(page.STAGES) if each.held_out]
     found = check.score(held_out)
     assert found.count == 32 and found.median <= 0.30 and found.rank >= 0.95
@@ -48,7 +48,7 @@ def test_the_gate_of_gated_delta_net():
 def test_stages_are_predicted_so(name):
     """vllm-ascend's released kernels, compiled here, get the stored predictions.
 
-    They run in another process, which pretends that there is an NPU.
+    The kernels' wrappers run in another process, which pretends that there is an NPU.
     """
     kept = [each for each in stages.predicted(page.STAGES) if each.name == name]
     chosen = min(kept, key=lambda each: (each.us, each.chunk))
@@ -80,7 +80,7 @@ def test_every_number_says_where_it_is_from():
 
 
 def test_what_is_kept_is_what_the_compiler_makes():
-    """Compiles one kernel of each kind; the slow test compiles all."""
+    """Compiles one kernel per measured operator; the slow test compiles all kernels."""
     kinds = {}
     for row in rows():
         kinds.setdefault(row.op, (candidates(row)[0], row.soc))

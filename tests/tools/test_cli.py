@@ -70,7 +70,7 @@ def test_explain_attention():
 @pytest.mark.parametrize("device", ["npu", "cuda", "cuda:1", "cpu:1", "nope", "meta", "", "npu:x"])
 @pytest.mark.parametrize("verb", ["verify", "tune", "bench", "parity", "demo", "replay"])
 def test_a_device_that_is_not_here_is_one_sentence(verb, device, tmp_path, monkeypatch):
-    """Holds for every command with --device, before it starts anything."""
+    """Every command with --device reports a missing device before it starts anything."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware, "npu_why_not", lambda: "torch_npu is not installed")
     torch.save({"op": "l2norm", "implementation": "cpu", "device": "cpu"}, tmp_path / "file.pt")

@@ -50,7 +50,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 
 
 def test_no_link_and_no_picture_leads_nowhere(site):
-    """Includes the picture of cpu-speed.md, which is raw HTML and so no Markdown link."""
+    """Checks the picture of cpu-speed.md, too: it is raw HTML, not a Markdown link."""
     assert list(HOOKS["missing_targets"](site)) == []
     pages = {
         str(page.relative_to(site)): HOOKS["_Page"](page.read_text())
@@ -94,7 +94,8 @@ def test_a_site_with_a_link_that_leads_nowhere_is_not_built(tmp_path, link):
     ids=["name", "Chinese"],
 )
 def test_it_is_searched_as_files(site, words, page, result):
-    """Opened as a file in Chromium, where no web worker may start; the theme's search needs one."""
+    """Chromium starts no web worker for a page opened as a file. The theme's search needs one;
+    docs/assets/iframe-worker.js replaces it."""
     with playwright.sync_playwright() as running:
         system = shutil.which("chromium") or shutil.which("google-chrome")
         if not system and not pathlib.Path(running.chromium.executable_path).exists():

@@ -48,7 +48,7 @@ def examples(verb):
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if examples(verb)])
 def test_examples_run(verb, tmp_path, monkeypatch):
-    """They run one after another in one folder, as by a user who tries them."""
+    """Run a command's examples one after another in one folder, as a user would."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
     monkeypatch.setattr(preferences, "cache", lambda: tmp_path / "kept" / "npu_ops" / "preferences")

@@ -1,4 +1,4 @@
-"""Tests of the test suite."""
+"""pytest-xdist runs the tests of one `xdist_group` in one process."""
 
 import subprocess
 import sys

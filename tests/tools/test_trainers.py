@@ -1,4 +1,4 @@
-"""npu-ops doctor --trainer."""
+"""`npu-ops doctor --trainer`: the problems that it lists for slime, relax and verl."""
 
 import pytest
 from npu_ops_adapters import State

@@ -118,7 +118,7 @@ def test_a_table_without_times_is_shown(table):
 
 
 def test_a_file_that_is_no_table_is_one_sentence(tmp_path):
-    """Each command that reads it names the file and says to remove it."""
+    """Each command that reads the table names its file and says to remove it."""
     path = tmp_path / "npu_ops/preferences" / preferences.file_name(preferences.soc_of("cpu"))
     path.parent.mkdir(parents=True)
     os.mkfifo(path)

@@ -100,7 +100,7 @@ def test_the_page_has_all_of_it_and_loads_nothing(with_faults):
 
 
 def test_a_quick_run_by_the_command(tmp_path):
-    """It runs two ranks and times, writes both files, and names nothing of this machine."""
+    """The command runs two ranks, times calls, writes both files, and names no host or user."""
     arguments = ("--device", "cpu", "--only", "l2norm", "--minutes", 60, "--output", tmp_path)
     said = command("verify", *arguments)
     assert "0 wrong" not in said and "right    two ranks" in said

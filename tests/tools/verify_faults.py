@@ -1,4 +1,4 @@
-"""An implementation of l2norm that calls the correct one and then does something wrong."""
+"""Makes an implementation of l2norm that calls the correct one and then does something wrong."""
 
 from npu_ops_tools.verify import jobs
 

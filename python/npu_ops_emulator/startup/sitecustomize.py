@@ -1,7 +1,7 @@
-"""First on an emulated process's PYTHONPATH: Python runs it at start.
+"""Python runs this file at start, because its folder is first on an emulated process's PYTHONPATH.
 
 It installs the emulator's import hooks for Triton, AscendC kernels and torch_npu. Then it runs the
-sitecustomize that it shadows, if there is one.
+next sitecustomize on the path, which it hides, if there is one.
 """
 
 import importlib.machinery

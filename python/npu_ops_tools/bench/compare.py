@@ -11,7 +11,10 @@ from npu_ops_tools.bench.work import OURS
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The ratio of new to old time; low and high follow from the intervals of both medians."""
+    """Compares one benchmark's time before and after a change.
+
+    ratio: new over old median. low, high: its bounds, from the 95 % intervals of both medians.
+    """
 
     old: Row
     new: Row

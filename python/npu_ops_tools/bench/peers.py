@@ -1,4 +1,4 @@
-"""The peers that npu-ops is timed against, and where to find them."""
+"""Finds the peers: the implementations that npu-ops is timed against."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fla_naive(name: str, op: str = "gated_delta_rule"):
 
 
 def untimed(why: str) -> Callable[[], Callable]:
-    """Return a peer that is always absent, because no benchmark calls it yet."""
+    """Return a function that finds no peer: it always raises `Absent` with the message `why`."""
 
     def find():
         raise Absent(why)

@@ -1,4 +1,4 @@
-"""A row of benchmark results. All files benchmarks/results/<device>/<op>.csv have this schema."""
+"""Reads and writes rows of benchmark results: benchmarks/results/<device>/<op>.csv."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Row:
     bytes, flop: lower bounds of the bytes to move and the operations to compute.
     copy_gbps: rate of a copy of as many bytes, timed alternately with the calls.
     matmul_tflops: rate of a matrix product in the same dtype, in the same run.
-    peak_mb: memory beyond the inputs.
+    peak_mb: peak memory that a call allocates beyond its inputs, in MB; on CPUs in MiB.
     error: RMS of the error over RMS of the result.
     command: command that repeats the measurement.
     """
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def benchmark(self) -> tuple:
-        """The key of the work and the machine: rows of different providers share it."""
+        """The values that identify the benchmark and the machine; all its providers share them."""
         return tuple(getattr(self, name) for name in _BENCHMARK)
 
     @property
@@ -164,10 +164,9 @@ def _written(row: Row) -> dict:
 
 @functools.cache
 def commit() -> tuple[str, bool]:
-    """Return the commit of the clone that this package runs from, and whether files besides results
-    changed.
+    """Return the clone's commit (12 digits), and True if files outside benchmarks/results changed.
 
-    An installed package has no commit.
+    A package that does not run from a clone returns ("", True).
     """
     if where.find_clone() != where.ROOT:
         return "", True

@@ -70,7 +70,7 @@ def measure(benchmark: Benchmark, device: str, longest: float) -> Iterator[Row]:
 
 
 def absent(sweep: Sweep, device: str) -> Iterator[Row]:
-    """Yield a row for each peer that could not be timed."""
+    """Yield a row for each peer that is not available, and for each that `at_most` limits."""
     for name, why in sweep.found()[1].items():
         yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
     for name, most in sweep.at_most.items():

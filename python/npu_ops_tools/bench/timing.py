@@ -50,7 +50,10 @@ class Times:
 
 @functools.cache
 def _ranks(runs: int) -> int:
-    """Return how many measurements to drop at each end for the 95 % interval, from the binomial."""
+    """Return how many sorted measurements lie outside each end of the median's 95 % interval.
+
+    The number follows from the binomial distribution.
+    """
     chance, below = 0.0, 0
     while below < runs // 2:
         chance += math.comb(runs, below) / 2**runs
@@ -105,7 +108,10 @@ def _synchronize(device: str) -> None:
 
 
 def peak_mb(call: Callable, device: str) -> float | None:
-    """Return the peak memory in MB that a call needs beyond what was allocated; None if unknown."""
+    """Return the peak memory that a call needs beyond what was allocated; None if unknown.
+
+    The unit is MB of 10^6 bytes on devices, and MiB on CPUs.
+    """
     if device != "cpu":
         return _peak_of_device(call, getattr(torch, torch.device(device).type))
     status = pathlib.Path("/proc/self/status")

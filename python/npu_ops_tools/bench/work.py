@@ -1,4 +1,4 @@
-"""The work of one benchmark: inputs, a call for each provider, bytes, and errors."""
+"""Prepares the work of one benchmark: inputs, a call for each provider, bytes, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npu_ops_tools.bench.sweep import Benchmark
 
 OURS = "npu-ops"
 # Equal calls before the one whose backward is timed, as in training: some providers cache after
-# the first calls, which changes their graph. npu-ops reuses its cached decision from the fourth
+# the first calls, which changes their graph. npu-ops reuses its cached decision from the second
 # call on.
 _STEPS_BEFORE = 4
 # torch.compile frees buffers during a backward; here backwards are repeated.

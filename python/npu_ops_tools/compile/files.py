@@ -368,7 +368,7 @@ class _Finder:
 
 
 class _Module(types.ModuleType):
-    """Has every attribute: Triton for Triton's names, otherwise a `_Thing`."""
+    """A stand-in module with every attribute: `triton` and `tl` are Triton's, others a `_Thing`."""
 
     def __getattr__(self, name: str):
         import triton

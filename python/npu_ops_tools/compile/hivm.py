@@ -76,7 +76,7 @@ def functions(hivm: str) -> list[str]:
 
 
 def keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
-    """Return whether the kernel is multi-buffered: a buffer alternates between two places.
+    """Return whether the kernel is multi-buffered: a buffer alternates between two addresses.
 
     Also True if no loop moves data to or from global memory, because nothing can overlap. False if
     the compiler's notes say that it gave up multi-buffering.
@@ -147,7 +147,7 @@ def _count(line: str, counts: dict, sizes: dict[str, int]) -> None:
 
 
 def _remember_size(line: str, sizes: dict[str, int]) -> None:
-    """Store the size of a view of on-chip memory; a part counts with the size of the whole."""
+    """Store the size of a view in bytes. Without a static shape, it has the size of its source."""
     made = re.match(r"\s*(%[\w#]+) = (?:hivm\.hir|memref|arith)\.(\w+)", line)
     if not made:
         return

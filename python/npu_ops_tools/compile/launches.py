@@ -22,7 +22,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 class Launch:
     """A kernel with its specialization, as a launch would compile it.
 
-    values, grid: of the launch; values belong to the signature's arguments, in order.
+    values: values of the signature's arguments, in order. grid: the grid of the launch.
     backward: whether autograd launched it.
     """
 

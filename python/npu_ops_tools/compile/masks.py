@@ -27,7 +27,7 @@ def unread(lowered: str) -> list[str]:
     copied = {found[2]: found[1] for line in lines if (found := _COPIED.match(line))}
 
     def whole_tile(value: str) -> str | None:
-        """Return the tile that a value was loaded from, if it is the whole tile."""
+        """Return the tile in global memory that a value was loaded from; None for a part of one."""
         found = _LOADED.match(defined.get(value, ""))
         tile = copied.get(found[1]) if found else None
         return tile if tile and "reinterpret_cast" in defined.get(tile, "") else None

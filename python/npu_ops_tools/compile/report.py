@@ -67,7 +67,7 @@ class CompileReport:
 
 
 def compile_kernel(kernel, signature: dict, constants: dict, *, soc=vendor.SOCS[0], **options):
-    """Compile any @triton.jit kernel as a launch with such arguments would.
+    """Compile any @triton.jit kernel as a launch with these types and constants would.
 
     Args:
         kernel: the `@triton.jit` function.
@@ -80,7 +80,7 @@ def compile_kernel(kernel, signature: dict, constants: dict, *, soc=vendor.SOCS[
         A `CompileReport`.
 
     Raises:
-        CompileError: it does not compile, e.g. for "ub overflow".
+        CompileError: the kernel does not compile, e.g. for "ub overflow".
         FileNotFoundError: a tool is missing; the message says how to install it.
     """
     launch = Launch("", kernel, tuple(signature.items()), tuple(constants.items()))
@@ -122,7 +122,10 @@ def _report(name: str, soc: str, made: str, notes: tuple, unread: tuple, seconds
 
 
 def _key(text: str, soc: str, options: dict) -> str:
-    """Return a cache key of the kernel, the tools and this code, but not of line numbers."""
+    """Return a cache key of the kernel, SoC, options, tools and of hivm.py, masks.py, vendor.py.
+
+    Line numbers of the kernel are not part of it.
+    """
     code = re.sub(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", "", text, flags=re.M)
     parts = (
         code,

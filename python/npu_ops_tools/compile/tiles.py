@@ -25,7 +25,7 @@ SMALLEST = 1 << 4
 class Suggestion:
     """The largest tile with which a kernel has no fault, for every case, dtype and SoC.
 
-    launched: the largest tile that it has now, in elements.
+    launched: the largest tile that the op launches the kernel with now, in elements.
     tile: the suggested tile, in elements.
     bytes_per_element: argument of `tile_elements` for tiles of that size.
     launches: number of launches compiled.

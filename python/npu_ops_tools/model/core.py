@@ -153,7 +153,7 @@ class Core:
         yield from self._block(self.function.body)
 
     def _block(self, operations: list[Operation]) -> Iterator[tuple]:
-        """Execute a block; return the values it yields to the operation around it."""
+        """Execute a block; return the values that it yields to the enclosing operation."""
         for operation in operations:
             if operation.name in REGIONS:
                 yield from REGIONS[operation.name](self, operation)
@@ -434,8 +434,9 @@ class Core:
 class Steady:
     """Detects when a loop's iterations have become equal, and skips the remaining ones.
 
-    Equal: the same time and bytes over two iterations (buffers alternate) four times in a row, all
-    loop-carried values grow evenly, and no scalar load needed a value.
+    Iterations are compared in pairs, because buffers alternate. They count as equal if four pairs
+    in a row take the same time and bytes, all loop-carried values grow evenly, and no scalar load
+    needed a value.
     """
 
     def __init__(self, core: Core):

@@ -1,4 +1,4 @@
-"""Costs of operations on an SoC, from costs.csv, which names the source of each number."""
+"""Reads the costs of operations on an SoC from costs.csv, which names each number's source."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _costs(family: str) -> Costs:
     return Costs(family=family, vector=vector, **numbers)
 
 
-# Factors to cycles, microseconds and bytes per microsecond.
+# Factors from the units of costs.csv to those of `Costs`: bytes per us, bytes, cycles per us.
 _UNITS = {"GB/s": 1e3, "MB": 1e6, "MHz": 1.0}
 
 

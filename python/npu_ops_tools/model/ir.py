@@ -29,7 +29,7 @@ Values = tuple
 class View:
     """A view of a memory: shape and strides in elements, None if unknown.
 
-    argument: the kernel's argument that it is a part of; "" for on-chip memory.
+    argument: name of the kernel argument that the view belongs to; "" for on-chip memory.
     offset: in elements from the argument's start.
     """
 

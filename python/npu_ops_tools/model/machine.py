@@ -1,4 +1,4 @@
-"""Simulates all cores of an SoC: the time of a launch."""
+"""Simulates all cores of an SoC, and computes the time of a launch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(
     footprint: bytes of its tensors, which the cache has to hold.
 
     Raises:
-        Unknown: it has operations, bounds or conditions that are unknown to the model.
+        Unknown: the kernel has operations, bounds or conditions that are unknown to the model.
     """
     walked = walk(module, arguments, grid, costs, load=load, spans=spans)
     count = grid[0] * grid[1] * grid[2]
@@ -92,7 +92,7 @@ def walk(
     load: Load = nothing,
     spans: bool = False,
 ) -> list[Walked]:
-    """Simulate some of a launch's programs, with the spans of the first.
+    """Simulate at most PROGRAMS programs of a launch; with `spans`, record the first one's `Span`s.
 
     cores: how many of the SoC's cores it may use; 0: all.
 
@@ -154,8 +154,10 @@ def _walk(module: Module, program: Program, costs: Costs, using: int, spans: boo
 def _cores(
     module: Module, program: Program, costs: Costs, using: int, spans: bool
 ) -> dict[str, Core]:
-    """Return the cores of a program: one for a vector kernel; a cube core and two vector cores for
-    a mixed one."""
+    """Return the cores that run a program of the kernel.
+
+    A vector or cube kernel has one core, a mixed kernel a cube core and two vector cores.
+    """
     found = {}
     for function in module.functions:
         halves = (0, 1) if function.core == "vector" and module.core == "mixed" else (0,)

@@ -1,4 +1,4 @@
-"""Predictions of the model for a launch. They are not measured: their label is `npu-model`."""
+"""Predicts the time of a launch. Predictions are not measurements; their label is `npu-model`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABEL = "npu-model"
 class Prediction:
     """A prediction. Times in microseconds, bytes of the whole launch.
 
-    us: by the model.
+    us: the simulated time.
     likely_us: `us` corrected by measured times of such kernels; low_us, high_us: the range that
     contains four of five of them (docs/npu-model.md).
     bottleneck: "start" of the programs or "memory", if that takes longest; else the busiest pipe,
@@ -30,7 +30,7 @@ class Prediction:
     workspace: bytes that cube and vector cores pass to each other.
     limit_us: time to move the bytes of its tensors once, or the bytes that it moves if those are
     fewer.
-    balance: mean work of the cores over that of the busiest one.
+    balance: mean work of the cores over the work of the busiest core.
     assumed: a condition depends on vectors, e.g. a check of lengths, and was assumed to hold.
     backward: whether autograd launches it.
     """
@@ -92,8 +92,8 @@ def predict_all(
 ) -> Iterator[Prediction]:
     """Predict each launch of a call, in order.
 
-    The values that a kernel writes are unknown to later ones, unless all of its tensors are int32:
-    such a kernel was interpreted when it was recorded.
+    The values that a kernel writes are unknown to later kernels. Kernels whose tensors are all
+    int32 are an exception, because they were interpreted when they were recorded.
     """
     written: list[torch.Tensor] = []
     for launch in launches:

@@ -1,4 +1,4 @@
-"""Times of HIVM operations on the vector unit.
+"""Computes the times of HIVM operations on the vector unit.
 
 An instruction processes repeats of 256 bytes. A new instruction starts every 255 repeats, and for
 every row that is not contiguous with the previous one. The cycles are the vendor's (costs.csv).
@@ -12,7 +12,7 @@ import re
 from npu_ops_tools.model.costs import MOST_REPEATS, REPEAT, Vector
 from npu_ops_tools.model.ir import View
 
-# dtypes that cost the same as another
+# dtype -> the dtype in costs.csv whose cycles it has
 WIDTH = {"bf16": "f16", "i1": "i16", "i8": "i16", "ui8": "i16"}
 TWO = ("vadd", "vsub", "vmul", "vdiv", "vmax", "vmin")
 

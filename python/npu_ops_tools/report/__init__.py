@@ -1,4 +1,4 @@
-"""Reports: a self-contained HTML page, and the same as Markdown."""
+"""Writes results as a self-contained HTML page, and the same as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a page of benchmark results: devices, their ops, figures and tables."""
+"""Makes the parts of a page of benchmark results: devices, their ops, figures and tables."""
 
 from __future__ import annotations
 

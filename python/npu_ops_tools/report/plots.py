@@ -1,4 +1,4 @@
-"""Plots as data: positions of marks, lines and labels. The template draws them as inline SVG.
+"""Computes plots: positions of marks, lines and labels. The template draws them as inline SVG.
 
 Colours and fonts are the page's, so a plot follows dark mode and scales with the text.
 """
@@ -14,7 +14,7 @@ WIDE = 400  # width of a plot with categories
 LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 34
 # Minimum distance of labels in pixels, horizontally and vertically.
 LABEL_WIDTH, SIZE_WIDTH, LABEL_HEIGHT = 34, 23, 15
-ROW_HEIGHT = 36  # of a category, with its name above
+ROW_HEIGHT = 36  # pixels of a category, including its name above
 LEAST = 1e-9  # lower limit of a logarithmic axis
 MOST_TICKS = 6
 LONGEST_LABEL = 6  # characters that fit into LEFT

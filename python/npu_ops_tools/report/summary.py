@@ -1,4 +1,4 @@
-"""Summaries of rows: the speedup over each peer, and the worst case."""
+"""Summarizes rows: the speedup over each peer, and the worst case."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def family(provider: str) -> str:
 
 
 def pairs(rows: Iterable[Row]) -> list[Pair]:
-    """Pair npu-ops' rows with each peer's timed row. Other rows of npu-ops are no peers."""
+    """Pair npu-ops' rows with each peer's timed row. Rows "npu-ops NAME" are not paired."""
     timed = [row for row in rows if row.state != "absent"]
     ours = {row.benchmark: row for row in timed if row.provider == OURS}
     return [

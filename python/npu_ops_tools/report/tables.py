@@ -1,4 +1,4 @@
-"""Tables of `npu-ops compile` and `npu-ops model` for the report."""
+"""Reads CSV files of `npu-ops compile --csv` and benchmarks/model_ops.py for the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """A kernel's prediction by `npu-ops model`. bytes_per_token: moved in and out of the chip."""
+    """A kernel's prediction by `npu-ops model`.
+
+    bytes_per_token: bytes that the kernel loads and stores in global memory.
+    """
 
     call: str
     kernel: str

@@ -2,7 +2,8 @@
 
     jobs.py     the checks: ops, implementations, cases, dtypes
     runs.py     runs them within a time limit, keeps a journal, makes the report
-    worker.py   a process that runs checks, and may hang or crash
+    worker.py   starts a process for the checks, and restarts it if it hangs or crashes
+    child.py    that process
     checks.py   one call: values, bounds, determinism, streams, graphs
     guards.py   canaries around every tensor of a launch
     times.py    times of a call on the device and on the host

@@ -1,4 +1,4 @@
-"""Checks of one call by one implementation: right values, no access out of bounds, determinism."""
+"""Checks one call by one implementation: values, bounds, determinism, streams and graphs."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def graphs(subject: Subject) -> dict:
     backend = getattr(torch, subject.device.type)
     if not hasattr(backend, kinds.get(subject.device.type, "")):
         return {"verdict": NOT_HERE, "detail": f"{subject.device.type} has no graphs"}
-    if is_emulated():  # tests/ops/test_graphs.py tests its graphs with every operator
+    if is_emulated():  # tests/ops/test_graphs.py tests the emulated NPU's graphs
         return {"verdict": NOT_HERE, "detail": "not checked on the emulated NPU"}
     if subject.job.implementation == "reference":
         return {"verdict": NOT_HERE, "detail": "the reference may read values on the host"}

@@ -1,4 +1,4 @@
-"""The jobs of a verification."""
+"""Lists the jobs of a verification: each is an implementation with a case to check or to time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_ops.core.registry import Table
 from npu_ops_tools.where import ops
 
 DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
-# Models for timing: the first one that has an op provides its shapes.
+# Models whose shapes are timed: in a quick run, the first one that has the op; in a full run, all.
 TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3.5-35b-a3b")
 DTYPES = ("bfloat16", "float32", "float16")
 MICROBENCHMARKS = "microbenchmarks"  # a job that measures the constants of `npu-ops model`
@@ -23,7 +23,7 @@ FEW = 64  # tokens to use for a large case whose size does not matter
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One implementation of an op and one call of it.
+    """One call of an op by one implementation, to check or to time.
 
     kind: "check", for a case of the op; "time", for `case` of `model`; or MICROBENCHMARKS, for no
     op.

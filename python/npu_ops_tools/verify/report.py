@@ -1,4 +1,4 @@
-"""The report: one JSON file and one page, without names of hosts or users."""
+"""Writes and reads the report: one JSON file and one page, without names of hosts or users."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class _Run:
             if not self.environment:
                 mine.start()
                 self.environment = mine.environment
-            # Always run the first unknown job, even without time: so each run advances every op.
+            # Run the first job without a result even if no time is left, so each run advances.
             first = next((job for job in members if job.name not in self._journal.done), None)
             return [self._one(mine, job, None if job is first else until) for job in members]
         finally:

@@ -1,4 +1,4 @@
-"""Times of a call: on the device with a cold cache, and on the host."""
+"""Times a call: on the device with a cold cache, and on the host."""
 
 from __future__ import annotations
 

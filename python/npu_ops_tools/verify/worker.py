@@ -1,4 +1,4 @@
-"""A process that runs checks, and the handling of one that hangs or crashes."""
+"""Starts the process that runs checks (child.py), and handles its hangs and crashes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LAYOUTS = {
 
 
 def reference(q, k, v, allowed=None, scale=0.2, bias=0):
-    """Attention by PyTorch. q: [.., N, S, D]; k, v: fewer heads; allowed: true for used pairs."""
+    """Compute attention in PyTorch. q: [.., N, S, D]; k, v: fewer heads; allowed: pairs in use."""
     times = q.size(-3) // k.size(-3)
     k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
     scores = (q @ k.transpose(-1, -2) + bias) * scale
@@ -205,7 +205,7 @@ def test_is_rejected():
 
 
 def test_what_is_not_emulated_says_so():
-    """docs/evidence/emulated-npu.md has the list."""
+    """docs/evidence/emulated-npu.md lists what is not emulated."""
     q, k, v = (t.npu() for t in tensors())
     packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
     ends = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]}

@@ -1,4 +1,4 @@
-"""Two ranks, of which one dies or calls another collective. This program starts the second rank."""
+"""Start two ranks; rank 1 kills itself or passes a tensor of another size to all_reduce."""
 
 import os
 import signal

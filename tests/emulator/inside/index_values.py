@@ -44,7 +44,7 @@ def test_no_kernel_leaves_a_tensor(index):
 
 @pytest.mark.parametrize("starts", [[0, 2, 5], [-1, 2, 4], [1, 2, 4], [0, 5, 4], [0, -3, 4]])
 def test_update_of_wrong_starts(starts):
-    """All tokens read NaN, and the states are unchanged."""
+    """The outputs of all tokens are NaN, and the states are unchanged."""
     inputs = on_npu(gated_delta_rule_update())
     before = inputs["state"].clone()
     inputs["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32).npu()

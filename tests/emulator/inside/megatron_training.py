@@ -1,7 +1,7 @@
 """megatron-core's GPTModel trains on NPU tensors with our Triton kernels; prints the losses.
 
 Run by torchrun with two ranks, it prints one line of JSON per way to split the model: each rank
-alone with all of it, then tensor parallelism, then context parallelism.
+alone with the whole model, then tensor parallelism, then context parallelism.
 """
 
 import collections

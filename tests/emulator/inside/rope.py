@@ -91,7 +91,7 @@ def test_interleave_rope():
         torch_npu.npu_interleave_rope(x, cos, sin)
 
 
-# Plain rope. Not None: torch_npu 2.13 then passes an array that it has already freed.
+# Selects plain rope. None would do so too, but torch_npu 2.13 then passes a freed array.
 NO_SECTIONS = [0, 0, 0]
 
 

@@ -1,5 +1,5 @@
-// Mistakes that g++ accepts and a device does not. MISTAKE selects one of the numbers below; else
-// the kernel is right. tests/emulator/test_device_side.py has the expected finding for each.
+// Mistakes that g++ accepts and a device does not. The macro MISTAKE, a number of the enum Mistake,
+// selects one; with 0 the kernel is right. test_device_side.py has the expected finding for each.
 #include <kernel_operator.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""The microbenchmarks: their launches, and their times on an NPU."""
+"""Lists the microbenchmarks, launches them, and measures their times on an NPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ RUNS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Microbenchmark:
-    """A launch. group: the cost it measures. make: allocates on a device, returns the launch
-    function."""
+    """A kernel launch to time.
+
+    group: the cost that it measures.
+    make: allocates tensors on a device, returns the function that launches the kernel.
+    """
 
     group: str
     name: str

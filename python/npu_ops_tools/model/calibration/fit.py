@@ -19,8 +19,8 @@ from npu_ops_tools.model.prediction import module_of
 from npu_ops_tools.model.validation.check import minimise
 from npu_ops_tools.verify.jobs import MICROBENCHMARKS
 
-# At most five constants are fitted. The others are from the vendor's tables; the other groups of
-# microbenchmarks compare them with measurements.
+# Calibration fits these five constants and leaves the others of costs.csv as they are. For the
+# other groups of microbenchmarks, it only compares predictions with measurements.
 CONSTANTS = ("launch", "program", "latency", "memory", "restart")
 FITTED_ON = ("launch by blocks", "copy by cores")
 LATENCIES = (0.05, 2.0)  # us: search range of the latency

@@ -64,7 +64,11 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Score of some rows. bias: the median of predicted / measured."""
+    """Score of some rows.
+
+    count: number of rows. median, mean: of the relative errors |predicted / measured - 1|.
+    bias: the median of predicted / measured. rank: Spearman's correlation; NaN if it is undefined.
+    """
 
     count: int
     median: float

@@ -1,4 +1,4 @@
-"""Times of Gated Delta Net's stages, measured by megagdn-pto (3a59190) on Ascend910B2."""
+"""Reads times of Gated Delta Net's stages: megagdn-pto (3a59190) measured them on Ascend910B2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 
 FILE = pathlib.Path(__file__).with_name("stages.csv")
-SEEN = (32, 64)  # value heads of the rows that constants were fitted on (held_out.md)
+SEEN = (32, 64)  # value heads of the rows that are not held out (held_out.md)
 
 
 @dataclasses.dataclass(frozen=True)
