@@ -11,7 +11,7 @@
 
 namespace npu_ops {
 
-constexpr int64_t kTokens = 128;  // per piece
+constexpr int64_t kTokens = 128;  // the most tokens of a Piece
 
 // Sets g[0] to the gradient of a row of the convolution, before the activation. From g[0] and the
 // gradients g[j] of the rows before, computes grad_x of the row width - 1 back, and adds `extra`.

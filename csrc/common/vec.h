@@ -10,7 +10,7 @@
 #endif
 
 // One portable binary: the compiler emits each loop for AVX-512, AVX2 and plain x86-64, and the
-// loader picks. GCC only; Ascend hosts are mostly aarch64, where NEON is the baseline anyway.
+// loader picks one. GCC only; Ascend hosts are mostly aarch64, where NEON is the baseline anyway.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define NPU_OPS_X86_CLONES 1
 #define NPU_OPS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

@@ -63,7 +63,7 @@ struct Update {
   std::vector<Work> work;
 };
 
-constexpr std::chrono::seconds kPatience{120};
+constexpr std::chrono::seconds kPatience{120};  // for a value that another thread writes
 constexpr uint32_t kEqual = 1;  // the only condition that torch_npu uses
 
 std::mutex mutex, mutex_of_values;

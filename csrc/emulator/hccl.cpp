@@ -303,7 +303,8 @@ class Communicator {
       if (r != rank_) wait_for(r, what, [&] { return ready(r); });
   }
 
-  // Waits until ready(). Throws if the peer has died, has left the group, or does not come in time.
+  // Waits until ready(). Throws if the peer has died or has left the group, or after
+  // HCCL_EXEC_TIMEOUT (HCCL_CONNECT_TIMEOUT before the peer has joined).
   template <class Ready>
   void wait_for(uint32_t peer, const char* what, const Ready& ready) {
     const auto limit = Clock::now() + std::chrono::seconds(seconds("HCCL_EXEC_TIMEOUT", 1800));

@@ -19,6 +19,7 @@ struct Allocation {
   int device = -1;  // -1: not device memory
 };
 
+// In bytes: all sizes are multiples of kAlign. Allocations of kPage or more are aligned to kPage.
 constexpr size_t kAlign = 512, kPage = size_t{2} << 20;
 
 struct Pool {

@@ -147,7 +147,7 @@ class _Case:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the computation; fp64's only if all inputs and results are fp64."""
+        """Return the unit roundoff of the call; fp64's only if all inputs and results are fp64."""
         dtypes = [x.dtype for x in self.tensors.values() if x.is_floating_point()]
         if all(dtype == torch.float64 for dtype in dtypes + self.results_dtypes):
             return 2.0**-53
@@ -188,7 +188,7 @@ class _Case:
 
     @property
     def roundings(self) -> int:
-        """Allowed number of roundings; few for narrow dtypes, as more would accept any result."""
+        """Return how many roundings are allowed: few for narrow dtypes, or any result would pass."""
         return self.target.roundings if self.unit <= FP32 else 6
 
     def by_formula(self, keep, seeds, noise=None, dtype=torch.float64) -> dict:

@@ -223,7 +223,7 @@ def test_slots_in_order_are_none_of_them_padding(implementation, device):
 def test_wrong_numbers_that_nobody_saw(implementation, device):
     """Wrong slots and counts are errors on the CPU.
 
-    On a device only that sequence's y is NaN, and its state is unchanged.
+    On a device only the y of their own sequence is NaN, and its state is unchanged.
     """
     x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(4, 8, 5, device=device)

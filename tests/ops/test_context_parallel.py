@@ -13,7 +13,7 @@ CLOSE = Tolerance(1e-5, 1e-5)
 TOKENS = 75
 PACKED = ([0, TOKENS], [0, 1, 1, 40, 43, 70], [0, 2, 30, 60, TOKENS], [0, 40, 58, 58])
 DEALT = [0, 8, 8, 48, 72]
-# some ranks have 2 tokens or none
+# By number of ranks: the first token of each rank, and the end. Some ranks have 2 tokens or none.
 CUTS = {2: [0, 40, TOKENS], 4: [0, 2, TOKENS - 17, TOKENS - 17, TOKENS]}
 
 

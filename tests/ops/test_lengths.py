@@ -49,12 +49,12 @@ class Packed:
 
     @property
     def axis(self):
-        """The dimension of tokens in the arguments."""
+        """Return the dimension of tokens in the arguments."""
         return int(self.call()[self.tokens[0]].shape[0] == 1)
 
     @property
     def name(self):
-        """Name of the argument that holds the lengths."""
+        """Return the name of the argument that holds the lengths."""
         return next(n for n in NAMES if n in inspect.signature(self.function).parameters)
 
 
@@ -486,7 +486,7 @@ def test_wrong_lengths_leave_a_pool_as_it_is(packed, implementation, device):
 @pytest.mark.parametrize("seed", range(3))
 @every
 def test_lengths_of_every_kind(packed, implementation, device, seed):
-    """Each sequence, empty or long, equals the one run alone; unowned tokens give 0."""
+    """Each sequence, empty or long, equals the one run alone; tokens of no sequence give 0."""
     draw = random.Random(seed)
     lengths = [draw.choice([0, 0, 1, 2, 5, 8]) for _ in range(draw.randint(1, 6))]
     total = max(1, sum(lengths) + draw.choice([0, 1, 4]))
