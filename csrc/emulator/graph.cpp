@@ -63,7 +63,8 @@ struct Update {
   std::vector<Work> work;
 };
 
-constexpr std::chrono::seconds kPatience{120};  // for a value that another thread writes
+// How long a replay waits for a value that another thread writes.
+constexpr std::chrono::seconds kPatience{120};
 constexpr uint32_t kEqual = 1;  // the only condition that torch_npu uses
 
 std::mutex mutex, mutex_of_values;

@@ -188,7 +188,7 @@ class _Case:
 
     @property
     def roundings(self) -> int:
-        """Return how many roundings are allowed: few for narrow dtypes, or any result would pass."""
+        """Return the allowed number of roundings: few for narrow dtypes, or any result passes."""
         return self.target.roundings if self.unit <= FP32 else 6
 
     def by_formula(self, keep, seeds, noise=None, dtype=torch.float64) -> dict:
