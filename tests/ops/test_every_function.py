@@ -150,7 +150,7 @@ def test_torch_func_grad_is_backward_s(call, name):
 
 @every_gradient
 def test_a_gradient_of_each_sample(call, name):
-    """Per-sample gradients: vmap over grad."""
+    """Compare per-sample gradients, vmap over grad, with the gradient of each sample."""
     function, value = total(call, name), call.arguments()[name]
     stacked = torch.stack([value, value * 0.5])
     each = torch.stack([torch.func.grad(function)(one) for one in stacked])

@@ -56,7 +56,7 @@ def of_transformers(module):
     ids=["qwen3-next", "mamba2", "mamba2-groups"],
 )
 def test_modules_of_transformers(module, settings, implementation, device):
-    """Norm before and after the gate; gradients too."""
+    """Compare outputs and gradients, with the norm before and after the gate."""
     inputs = drawn(3, 5, 48)
     expected = support.evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
     actual = run(implementation, support.on_device(inputs, device) | settings | {"eps": 1e-5})

@@ -171,7 +171,7 @@ def test_compiled_calls_are_refused_in_the_same_way(call):
 
 @pytest.mark.parametrize("wrong", RIGHT, ids=lambda wrong: f"{wrong.call}-{[*wrong.given]}")
 def test_the_right_calls_are_right(wrong):
-    """Otherwise an invalid call might fail for another reason than its change."""
+    """The unchanged calls pass, so an invalid call fails because of its change."""
     call_right(wrong, "cpu")
 
 

@@ -210,7 +210,7 @@ def test_torch_and_its_gradients(causal, device):
 
 
 def test_transformers_gpt_oss():
-    """Attention sinks with a sliding window, and their gradients."""
+    """Compare attention sinks with a sliding window, and their gradients."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     q, k, v = (x.requires_grad_() for x in qkv())
