@@ -1,5 +1,5 @@
-// HCCL between processes of one machine. Data goes through files that all ranks hold open. Order
-// and lengths go through a block of shared memory.
+// Emulates HCCL between processes of one machine. Ranks exchange data through files that all ranks
+// hold open. They exchange the order and lengths of the data through a block of shared memory.
 //
 // A rank runs a collective in four steps:
 // - It waits until all ranks have read its last contribution.

@@ -1,4 +1,4 @@
-// How a vector instruction goes through memory: CCE intrinsic guide, 6.2.1, 6.3.1.1 (strides) and
+// Which memory a vector instruction accesses: CCE intrinsic guide, 6.2.1, 6.3.1.1 (strides) and
 // 6.3.1.2 (masks).
 #pragma once
 

@@ -2,13 +2,13 @@
 
 `judge(case)` returns None, or one sentence on what is wrong. A case is a dict:
 
-    function, settings, seed   what is called, see `targets`
+    function, settings, seed   a function of `targets`, and what its arguments are made from
     forms      memory layouts, used in turn for the arguments
-    way        how it is called, or a transform, see `ways`
+    way        a way to call the function, or a transform of it, see `ways`
     grad       whether gradients are computed
     defaults   (dtype, device or None, how they are set), see `ways.defaults`
     rewrite    None, or the route by which all arguments are rewritten between two calls
-    malformed  None, or (which of the index arguments, list of ways to malform it)
+    malformed  None, or (number of an index argument, list of ways to malform it)
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 class Target:
     """A public function.
 
-    formula: what it computes, see `formula.py`.
+    formula: returns the expected results, see `formula.py`.
     fields: settings by name: a tuple of all values, the simplest first, or `Drawn`.
     make: (settings, draw) -> arguments.
     wrt: arguments with a gradient.

@@ -345,7 +345,7 @@ def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
 
 
 def with_host_lengths(packed):
-    """Return the same calls in bf16 with lengths on the host too, as the vendor's operator needs.
+    """Return `packed` in bf16 with lengths on the host too, as the vendor's operator needs.
 
     They return no lse, because the operator's backward takes no gradient of lse.
     """
@@ -417,7 +417,7 @@ def test_wrong_lengths_are_refused_on_the_cpu(packed):
 
 @every
 def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
-    """All outputs and gradients of tokens are NaN, with three exceptions.
+    """On the CPU the call raises. On a device all outputs and gradients of tokens are NaN, except:
 
     - Elements that rope does not rotate are copied.
     - The gradient of a residual is 0.
