@@ -35,7 +35,7 @@ void put(T* at, T value) {
   *at = value;
 }
 
-// 6.3.6.3: writes one result for each block of 32 bytes. The eight results of a repeat are contiguous.
+// 6.3.6.3: writes one result for each block of 32 bytes. The results of a repeat are contiguous.
 template <class T, class F>
 void by_block(const char* name, T* to, const Operand<T>& from, int repeats, int to_repeat, F f) {
   issue(name, PIPE_V);
