@@ -14,7 +14,7 @@ struct RmsNormGatedTiling {
 };
 
 // Bytes of the unified buffer, as in l2norm_tiling.h. FixedBytes include rows of weight. In
-// backward, rms_norm_gated_npu.cpp adds the bytes for the sums of its gradient, a whole row.
+// backward, rms_norm_gated_npu.cpp adds the bytes for the sums of weight's gradient, a whole row.
 constexpr int64_t kRmsNormGatedFloats = 4, kRmsNormGatedBackwardFloats = 8;
 constexpr int64_t kRmsNormGatedRowBytes = 4 * (2 * 64 + 8 + 4);
 constexpr int64_t kRmsNormGatedFixedBytes = 4 * 64 + 2 * 4 * kWidestChunk + 4 * kWidestChunk;
