@@ -31,8 +31,9 @@ from npu_ops.core.registry import Table, launched_by
 # threads. Autocast converts q, k and v as it does for torch's attention.
 COMPARES_ITSELF = {"attention"}
 OURS = [op for op in ops() if op not in COMPARES_ITSELF]
-# Large cases of these ops are not compared with the reference here: it runs token by token, or for
-# attention needs memory for all pairs. Their own tests compare with torch or transformers.
+# Large cases of these ops are not compared with the reference here: the reference runs token by
+# token, or for attention needs memory for all pairs of tokens. The ops' own tests compare with
+# torch or transformers.
 LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule", "chunk_kda"}
 TRAINING = [call for call in CALLS.values() if differentiable(call)]
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
