@@ -5,7 +5,7 @@
 // sequence n is row j % size of block block_table[n, j / size]. Without a table, sequence n has
 // block n. Strides are arbitrary, except that a row is contiguous.
 //
-// Keys are read in place, once for all query heads that share them.
+// Keys are read directly from the cache, once for all query heads that share them.
 #include <algorithm>
 #include <optional>
 #include <vector>

@@ -17,7 +17,7 @@ constexpr int64_t kChannels = 2048;  // per block: the rows that a filter needs 
 template <class T, int W>
 using Taps = std::array<T*, W>;
 
-// The convolution of channel i.
+// Returns the convolution of channel i.
 template <class T, int W>
 NPU_OPS_INLINE float convolved(const Taps<const T, W>& x, const Taps<const float, W>& w,
                                const float* bias, int64_t i) {
@@ -54,7 +54,7 @@ class Filter {
     if (bias) read(*bias, 0, rows_.data() + width * channels);
   }
 
-  // The taps from channel c on.
+  // Returns a pointer to tap j of channel c, or to zeros if the filter has no tap j.
   const float* tap(int64_t j, int64_t c) const {
     return 0 <= j && j < width ? rows_.data() + j * channels + c : zeros_.data();
   }

@@ -11,7 +11,7 @@
 
 namespace npu_ops {
 
-constexpr int64_t kTokens = 128;  // per piece
+constexpr int64_t kTokens = 128;  // the most tokens of a Piece
 
 // Sets g[0] to the gradient of a row of the convolution, before the activation. From g[0] and the
 // gradients g[j] of the rows before, computes grad_x of the row width - 1 back, and adds `extra`.
@@ -124,7 +124,7 @@ struct State {
   T* before(const Sequence& s, int64_t t, int64_t c) const {
     return row(s, width + t - s.start, c);
   }
-  // Returns the place of row t in the final state, or `none` if the final state does not contain
+  // Returns a pointer to row t in the final state, or `none` if the final state does not contain
   // row t.
   T* after(const Sequence& s, int64_t t, int64_t c, T* none) const {
     return data && t >= s.stop - width ? row(s, t - (s.stop - width), c) : none;
@@ -183,8 +183,8 @@ struct Inputs {
   State<T> state;
 };
 
-// A row for each of W taps: rows t, t - 1, ... of a sequence, and zeros for taps that the filter
-// lacks.
+// Returns a row for each of W taps: rows t, t - 1, ... of a sequence, and zeros for taps that the
+// filter lacks.
 template <int W, class T>
 Taps<const T, W> rows_back(const Filter& filter, const Tokens<T>& x, const State<T>& state,
                            const Sequence& s, int64_t t, int64_t c, const T* zeros) {
@@ -243,12 +243,12 @@ struct Sums {
         size((filter.width + 1) * filter.channels),
         values(groups * size, 0.0f) {}
 
-  // The first piece of a group.
+  // Returns the index of the first piece of a group.
   int64_t first_piece(int64_t group) const {
     return group * static_cast<int64_t>(pieces.size()) / groups;
   }
-  // Row j of a group's sums from channel c on: of the tap for the token j back; for j >= width, of
-  // the bias.
+  // Returns row j of a group's sums from channel c on: sums of the tap for the token j back, or of
+  // the bias for j >= width.
   float* row(int64_t group, int64_t j, int64_t c) {
     return values.data() + group * size + std::min(j, filter.width) * filter.channels + c;
   }

@@ -47,8 +47,8 @@ struct CausalConv1dUpdateTiling {
 // The most tokens of a tile. It is more than W - 1, because every tile loads the W - 1 rows before
 // it again.
 constexpr int32_t kMostTokens = 8;
-// Wider blocks gain nothing. If channels are not contiguous, an instruction has a repeat for every
-// few channels, and at most 255 repeats.
+// The most channels of a block. Wider blocks gain nothing. If channels are not contiguous, an
+// instruction has a repeat for every few channels, and at most 255 repeats.
 constexpr int64_t kWidestBlock = 1024, kWidestApart = 512;
 
 // Computes the sizes of blocks and tiles. Blocks share the channels among `cores`, even for a

@@ -14,7 +14,7 @@
 namespace npu_ops {
 namespace {
 
-constexpr int64_t kChunk = 64;  // the longest chunk, and the row length of buffers here
+constexpr int64_t kChunk = 64;  // the most tokens of a chunk; the row length of buffers
 
 // Returns e^x, or 0 for x below -87.
 NPU_OPS_INLINE float decay(double x) {
@@ -100,8 +100,8 @@ void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional
 }
 
 // Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas. grad_solve
-// is the gradient of -L, and grad_attention that of `attention` (see `solve`); their elements above
-// the diagonal are ignored.
+// is the gradient of -L, and grad_attention that of `attention` (see `solve`). Their elements above
+// the diagonal are ignored, and those of grad_solve on the diagonal.
 NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const float* qk,
                                    const float* grad_solve, const float* grad_attention,
                                    Square& dkk, Square& dqk, float* grad_beta, float* grad_total) {

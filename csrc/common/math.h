@@ -30,13 +30,13 @@ NPU_OPS_INLINE float exp_within(float x) {
 
 NPU_OPS_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_within(-x)); }
 
-// The derivative of sigmoid. sigmoid(x) * (1 - sigmoid(x)) is inexact at large x.
+// Returns the derivative of sigmoid. sigmoid(x) * (1 - sigmoid(x)) is inexact at large x.
 NPU_OPS_INLINE float sigmoid_slope(float x) {
   const float e = exp_within(-std::fabs(x));
   return e / ((1.0f + e) * (1.0f + e));
 }
 
-// log(1 + e) for e in [0, 1]: 2 artanh(s) with s = e / (2 + e) <= 1/3, by its series.
+// Returns log(1 + e) for e in [0, 1]: 2 artanh(s) with s = e / (2 + e) <= 1/3, by its series.
 NPU_OPS_INLINE float log_1_plus(float e) {
   const float s = e / (2.0f + e), t = s * s;
   float p = 1.0f / 13;
@@ -49,8 +49,8 @@ NPU_OPS_INLINE float log_1_plus(float e) {
   return 2.0f * s * p;
 }
 
-// log(1 + exp(x)) without overflow. For x >= 17 it rounds to x, so torch's threshold of 20 is not
-// needed.
+// Returns log(1 + exp(x)) without overflow. For x >= 17 the result rounds to x, so torch's
+// threshold of 20 is not needed.
 NPU_OPS_INLINE float softplus(float x, float exp_of_minus_magnitude) {
   return (x < 0.0f ? 0.0f : x) + log_1_plus(exp_of_minus_magnitude);
 }

@@ -1,4 +1,4 @@
-// Threads, through torch's own pool.
+// Runs loops in parallel on torch's own thread pool.
 #pragma once
 
 #include <algorithm>

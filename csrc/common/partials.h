@@ -11,9 +11,9 @@
 namespace npu_ops {
 
 // Rows are summed in blocks. The number of blocks depends on the shape alone, so sums do not depend
-// on the number of threads. Up to 64 blocks are made, because longer sums round more. One thread
-// adds the blocks' sums at the end. To keep that cheap, more than about four blocks are made only
-// if each has at least kRowsOfSums * width / cost rows.
+// on the number of threads. There are up to 64 blocks, because shorter sums round less. One thread
+// adds the blocks' sums at the end. To keep this addition cheap, there are more than about four
+// blocks only if each has at least kRowsOfSums * width / cost rows.
 constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {

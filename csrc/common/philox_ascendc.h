@@ -68,7 +68,7 @@ class Philox {
     word_[3] = first;
   }
 
-  // The high 32 bits of a * b.
+  // Sets `to` to the high 32 bits of a * b.
   __aicore__ inline void High(Words to, Words a, uint32_t b) {
     const auto b_low = static_cast<int32_t>(b & 0xFFFF), b_high = static_cast<int32_t>(b >> 16);
     And(limb_[0], a, low_half_);
@@ -105,7 +105,7 @@ class Philox {
                  b.ReinterpretCast<uint16_t>(), 2 * count_);
   }
 
-  // The high 16 bits of each word.
+  // Sets each word of `to` to the high 16 bits of `from`.
   __aicore__ inline void ShiftDown(Words to, Words from) {
     AscendC::ShiftRight(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(),
                         uint32_t{16}, count_);

@@ -10,7 +10,7 @@
 #endif
 
 // One portable binary: the compiler emits each loop for AVX-512, AVX2 and plain x86-64, and the
-// loader picks. GCC only; Ascend hosts are mostly aarch64, where NEON is the baseline anyway.
+// loader picks one. GCC only; Ascend hosts are mostly aarch64, where NEON is the baseline anyway.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define NPU_OPS_X86_CLONES 1
 #define NPU_OPS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -53,10 +53,10 @@ NPU_OPS_INLINE float load(bf16 value) {
 // One instruction, which the compiler can vectorise.
 NPU_OPS_INLINE float load(fp16 value) { return std::bit_cast<__fp16>(value.bits); }
 #else
-// Half to float without tables or branches: shift into place, rescale the exponent by a multiply
-// (which also makes subnormals right), then restore infinities and NaN. The select is between
-// floats: GCC would narrow a select between integers to 16 bits and pack both values and the
-// condition.
+// Converts half to float without tables or branches: shifts the bits into place, rescales the
+// exponent by a multiplication (which also makes subnormals right), then restores infinities and
+// NaN. The select is between floats: GCC would narrow a select between integers to 16 bits and pack
+// both values and the condition.
 NPU_OPS_INLINE float load(fp16 value) {
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   const float scaled = std::bit_cast<float>(shifted) * 0x1p112f;
@@ -69,8 +69,8 @@ NPU_OPS_INLINE float load(fp16 value) {
 
 NPU_OPS_INLINE void store(float* out, float value) { *out = value; }
 
-// Round to nearest even; a NaN stays a NaN (its payload is quieted). The select is between floats,
-// as for fp16 above.
+// Rounds to nearest even; a NaN becomes a quiet NaN. The select is between floats, as for fp16
+// above.
 NPU_OPS_INLINE void store(bf16* out, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const float rounded = std::bit_cast<float>(bits + (0x7fffu + ((bits >> 16) & 1u)));
@@ -84,8 +84,8 @@ NPU_OPS_INLINE void store(fp16* out, float value) {
   out->bits = std::bit_cast<uint16_t>(static_cast<__fp16>(value));
 }
 #else
-// Round to nearest even. Small values are rounded by adding the number whose unit in the last place
-// is half's smallest step. Each candidate is a float whose low bits are the bits of a half.
+// Rounds to nearest even. Small values are rounded by adding the number whose unit in the last
+// place is half's smallest step. Each candidate is a float whose low bits are the bits of a half.
 NPU_OPS_INLINE void store(fp16* out, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
   const float size = std::bit_cast<float>(magnitude);

@@ -131,8 +131,8 @@ struct Problem {
   }
 };
 
-// Calls body(problem, first head, count) for groups of heads whose scores take at most 256 MB, or
-// for single heads: an image of 16384 patches has 1 GB of scores in each of 16 heads.
+// Calls body(problem, first head, count) for groups of heads whose scores take at most 256 MiB, or
+// for single heads: an image of 16384 patches has 1 GiB of scores in each of 16 heads.
 template <class Body>
 void by_heads(const Problem& p, const Body& body) {
   constexpr int64_t kScores = int64_t{1} << 26;

@@ -22,7 +22,7 @@ void check_half_or_float(const char* name, const at::Tensor& x) {
   need(is_float(x), name, ": got ", x.scalar_type(), ", needs float32, float16 or bfloat16");
 }
 
-// Gating: softmax, and the k largest values of each row. Of equal values, the first comes first.
+// Gating: softmax, and the k largest values of each row. Equal values keep their order.
 void check_gating(const at::Tensor& x, bool finished, int64_t k) {
   check_half_or_float("x", x);
   need(!finished, "finished: got one, which is not emulated");

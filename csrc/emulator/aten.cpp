@@ -268,7 +268,7 @@ class Call {
     if (c10::isIntegralType(type, /*includeBool=*/false)) integers_ = type;
   }
 
-  // A CPU tensor over the memory of an NPU tensor: the whole storage, so that views stay views.
+  // Returns a CPU tensor over an NPU tensor's whole storage, so that views stay views.
   at::Tensor alias(const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.device().type() != kNpu) return tensor;
     for (const Alias& known : aliases_)

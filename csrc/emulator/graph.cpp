@@ -63,6 +63,7 @@ struct Update {
   std::vector<Work> work;
 };
 
+// How long a replay waits for a value that another thread writes.
 constexpr std::chrono::seconds kPatience{120};
 constexpr uint32_t kEqual = 1;  // the only condition that torch_npu uses
 

@@ -1,5 +1,5 @@
-// HCCL between processes of one machine. Data goes through files that all ranks hold open. Order
-// and lengths go through a block of shared memory.
+// Emulates HCCL between processes of one machine. Ranks exchange data through files that all ranks
+// hold open. They exchange the order and lengths of the data through a block of shared memory.
 //
 // A rank runs a collective in four steps:
 // - It waits until all ranks have read its last contribution.
@@ -303,7 +303,8 @@ class Communicator {
       if (r != rank_) wait_for(r, what, [&] { return ready(r); });
   }
 
-  // Waits until ready(). Throws if the peer has died, has left the group, or does not come in time.
+  // Waits until ready(). Throws if the peer has died or has left the group, or after
+  // HCCL_EXEC_TIMEOUT (HCCL_CONNECT_TIMEOUT before the peer has joined).
   template <class Ready>
   void wait_for(uint32_t peer, const char* what, const Ready& ready) {
     const auto limit = Clock::now() + std::chrono::seconds(seconds("HCCL_EXEC_TIMEOUT", 1800));

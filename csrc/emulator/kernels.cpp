@@ -1,8 +1,8 @@
 // Loads and launches AscendC kernels.
 //
 // A device binary cannot run here. Its twin can: the kernel's source, compiled for this machine
-// with the instructions of csrc/twin. Instead of a binary this loads the twin's library. If the
-// twin finds errors in a kernel, the launch fails and its message lists them.
+// with the instructions of csrc/twin. Instead of a binary, this file loads the twin's library. If
+// the twin finds errors in a kernel, the launch fails and its message lists them.
 #include <acl/acl.h>
 #include <dlfcn.h>
 

@@ -19,6 +19,8 @@ struct Allocation {
   int device = -1;  // -1: not device memory
 };
 
+// In bytes. `allocate` rounds sizes up to kAlign, and aligns memory to kAlign, or to kPage if the
+// size is at least kPage.
 constexpr size_t kAlign = 512, kPage = size_t{2} << 20;
 
 struct Pool {

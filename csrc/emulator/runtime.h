@@ -2,8 +2,8 @@
 //
 // The emulated NPU is one library that exports the C interface of the vendor's runtime (CANN), so
 // that the real torch_npu runs on it. Device memory is host memory; a stream runs its work at once,
-// on the thread that submits it. It proves registration, dispatch, marshalling and arithmetic; it
-// says nothing about time or rounding on a device.
+// on the thread that submits it. Tests on it cover registration, dispatch, marshalling and
+// arithmetic, but neither speed nor rounding on a device.
 #pragma once
 
 #include <cstddef>

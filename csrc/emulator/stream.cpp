@@ -22,7 +22,7 @@ struct Event {
   std::atomic<uint64_t> microseconds{0};
   std::function<int()> before = [] {
     return 0;
-  };  // waits for the replay that ran when it was recorded
+  };  // waits for the replay that ran when the event was recorded
 };
 
 std::atomic<int> next_stream{1};

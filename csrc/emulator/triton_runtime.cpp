@@ -203,8 +203,8 @@ int npu_ops_launch(Program program, const int64_t* slots, const int32_t* grid, A
   return launch.end < total;
 }
 
-// LLVM calls it to round to bfloat16; libgcc has it only since GCC 13. The result is in the low
-// half of the register in which a float is returned.
+// LLVM calls this function to round to bfloat16; libgcc has it only since GCC 13. The result is in
+// the low half of the register in which a float is returned.
 float __truncsfbf2(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);

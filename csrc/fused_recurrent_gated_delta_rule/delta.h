@@ -1,4 +1,4 @@
-// Tokens of the gated delta rule's inputs, and where sequences begin among them.
+// Reads tokens of the gated delta rule's inputs, and finds where sequences begin and end.
 #pragma once
 
 #include <optional>

@@ -186,8 +186,8 @@ class Head {
   }
 
  private:
-  // exp(A_log) softplus(x), in long double: a factor may overflow a float where the product does
-  // not. Not in double, because its `exp` requires glibc 2.29.
+  // Returns exp(A_log) softplus(x). It is computed in long double, because a factor may overflow a
+  // float if the product does not. In double, `exp` would require glibc 2.29.
   float rate(long double A_log, long double x) const {
     const long double bent = call_.softplus_beta * x;
     const long double plus = std::max(bent, 0.0L) + std::log1p(std::exp(-std::abs(bent)));

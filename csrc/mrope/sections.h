@@ -8,7 +8,8 @@
 namespace npu_ops {
 
 // Returns the frequencies of axes T, H and W, which callers apply in this order. If sections are
-// interleaved, T has all frequencies; H and W then override every third one each.
+// interleaved, T has all frequencies. Then H overrides frequencies 1, 4, ... below 3 h, and W
+// overrides 2, 5, ... below 3 w.
 inline std::vector<Span> owned(const std::vector<int64_t>& section, bool interleaved,
                                int64_t pairs) {
   const int64_t t = section[0], h = section[1], w = section[2];

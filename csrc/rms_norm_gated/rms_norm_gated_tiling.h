@@ -13,12 +13,12 @@ struct RmsNormGatedTiling {
   int32_t norm_before_gate, silu;
 };
 
-// Bytes of the unified buffer, as in l2norm_tiling.h. In addition: a row of weight, and in backward
-// the sums of its gradient, a whole row.
+// Bytes of the unified buffer, as in l2norm_tiling.h. FixedBytes include rows of weight. In
+// backward, rms_norm_gated_npu.cpp adds the bytes for the sums of weight's gradient, a whole row.
 constexpr int64_t kRmsNormGatedFloats = 4, kRmsNormGatedBackwardFloats = 8;
 constexpr int64_t kRmsNormGatedRowBytes = 4 * (2 * 64 + 8 + 4);
 constexpr int64_t kRmsNormGatedFixedBytes = 4 * 64 + 2 * 4 * kWidestChunk + 4 * kWidestChunk;
-// With wider rows, the sums of the weight's gradient leave no room for tiles.
+// In elements. With wider rows, the sums of the weight's gradient leave no room for tiles.
 constexpr int64_t kWidestWeight = 16384;
 
 }  // namespace npu_ops

@@ -30,7 +30,7 @@ NPU_OPS_CLONES void backward_row(const G* grad, const X* gate, const X* up, X* g
   }
 }
 
-// Returns the rows of the gate and of up. in_one: they are the halves of the gate's rows.
+// Returns the rows of the gate and of up. in_one: each row of `gate` holds the gate, then up.
 template <class T>
 std::pair<RowsOf<T>, RowsOf<T>> halves(RowsOf<T> gate, RowsOf<T> up, bool in_one) {
   if (in_one) {

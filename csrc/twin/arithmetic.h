@@ -126,7 +126,7 @@ NPU_OPS_TWIN_SCALAR(vmaxs, x > y ? X : Y)          // 6.3.8.2
 NPU_OPS_TWIN_SCALAR(vmins, x < y ? X : Y)          // 6.3.8.2
 #undef NPU_OPS_TWIN_SCALAR
 
-// 6.3.4.9
+// CCE intrinsic guide, 6.3.4.9.
 template <class D, class A, class S>
 inline void vaxpy(D* to, A* a, S scalar, uint8_t repeats, uint16_t to_block, uint16_t a_block,
                   uint16_t to_repeat, uint16_t a_repeat) {
@@ -136,7 +136,7 @@ inline void vaxpy(D* to, A* a, S scalar, uint8_t repeats, uint16_t to_block, uin
       [y](A x, D z) { return npu_ops::twin::narrow<D>(float(x) * y + float(z)); });
 }
 
-// 6.3.4.7
+// CCE intrinsic guide, 6.3.4.7.
 template <class T>
 inline void vshl(T* to, T* a, uint32_t distance, uint8_t repeats, uint16_t to_block,
                  uint16_t a_block, uint16_t to_repeat, uint16_t a_repeat) {

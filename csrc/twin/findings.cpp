@@ -83,7 +83,7 @@ Origin origin_here(const char* name, pipe_t pipe, const void* launch_frame) {
   auto* frame = static_cast<Frame*>(__builtin_frame_address(0));
   for (int i = 0; i < Origin::kDepth && frame && frame < launch_frame; ++i) {
     origin.calls[i] = frame->return_address;
-    if (frame->caller <= frame) break;  // a function without a frame pointer ends the walk
+    if (frame->caller <= frame) break;  // a function without a frame pointer ends the search
     frame = frame->caller;
   }
   return origin;

@@ -1,4 +1,4 @@
-// How a vector instruction goes through memory: CCE intrinsic guide, 6.2.1, 6.3.1.1 (strides) and
+// Which memory a vector instruction accesses: CCE intrinsic guide, 6.2.1, 6.3.1.1 (strides) and
 // 6.3.1.2 (masks).
 #pragma once
 
@@ -42,8 +42,8 @@ class Extent {
     for (int i = leading_; i < per_repeat; ++i) scattered_ |= mask_.has(i);
   }
 
-  // For an instruction that keeps its own repeat count in counter mode. The mask is the number of
-  // elements of each repeat, which may exceed 256 bytes.
+  // Returns the Extent of an instruction that keeps its own repeat count in counter mode. The mask
+  // is the number of elements of each repeat, which may exceed 256 bytes.
   static Extent of_each_repeat(int repeats, int per_repeat) {
     Extent extent(repeats, per_repeat);
     if (!extent.mask_.counts) return extent;
@@ -62,7 +62,7 @@ class Extent {
     return static_cast<uint64_t>(repeat) * per_repeat_ + element < mask_.low;
   }
 
-  // The number of active elements of a repeat if they are its first ones, else -1.
+  // Returns the number of active elements of a repeat if they are its first ones, else -1.
   int leading(int repeat) const {
     if (!mask_.counts) return scattered_ ? -1 : leading_;
     const uint64_t left = mask_.low - static_cast<uint64_t>(repeat) * per_repeat_;

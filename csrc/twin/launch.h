@@ -15,9 +15,9 @@ using NpuOpsTwinKernel = void (*)(const void* arguments);
 void npu_ops_twin_regions(const char* const* names, const uint64_t* addresses,
                           const uint64_t* bytes, int64_t count);
 
-// Runs a kernel's blocks one after another and returns the number of findings. Until the next
-// launch, npu_ops_twin_findings() returns their text, one per line. vector_order, goes_on: see
-// Launch in core.h.
+// Runs a kernel's blocks one after another and returns the number of findings: at most 64, and one
+// for each check and call stack. Until the next launch, npu_ops_twin_findings() returns their text,
+// one per line. vector_order, goes_on: see Launch in core.h.
 int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void* arguments,
                             int vector_order, int goes_on);
 const char* npu_ops_twin_findings();

@@ -111,7 +111,7 @@ inline Bursts in_blocks(int count, int length, int source_gap, int target_gap) {
 
 }  // namespace npu_ops::twin
 
-// 6.5.3.2
+// CCE intrinsic guide, 6.5.3.2.
 inline void copy_gm_to_ubuf(void* target, const void* source, uint8_t, uint16_t count,
                             uint16_t length, uint16_t source_gap, uint16_t target_gap) {
   using namespace npu_ops::twin;
@@ -120,7 +120,7 @@ inline void copy_gm_to_ubuf(void* target, const void* source, uint8_t, uint16_t 
   copy(target, source, in_blocks(count, length, source_gap, target_gap), false);
 }
 
-// 6.5.3.3
+// CCE intrinsic guide, 6.5.3.3.
 inline void copy_ubuf_to_gm(void* target, const void* source, uint8_t, uint16_t count,
                             uint16_t length, uint16_t source_gap, uint16_t target_gap,
                             bm_t mode = BM_DISABLE) {
@@ -131,7 +131,7 @@ inline void copy_ubuf_to_gm(void* target, const void* source, uint8_t, uint16_t 
   copy(target, source, in_blocks(count, length, source_gap, target_gap), true);
 }
 
-// 6.5.3.4
+// CCE intrinsic guide, 6.5.3.4.
 inline void copy_ubuf_to_ubuf(void* target, const void* source, uint8_t, uint16_t count,
                               uint16_t length, uint16_t source_gap, uint16_t target_gap) {
   using namespace npu_ops::twin;
@@ -141,7 +141,7 @@ inline void copy_ubuf_to_ubuf(void* target, const void* source, uint8_t, uint16_
   copy(target, source, in_blocks(count, length, source_gap, target_gap), false);
 }
 
-// 6.5.9.2 and 6.5.9.3
+// CCE intrinsic guide, 6.5.9.2 and 6.5.9.3.
 #define NPU_OPS_TWIN_PADDED(SUFFIX, BYTES)                                                        \
   inline void copy_gm_to_ubuf_align_##SUFFIX(                                                     \
       void* target, const void* source, uint8_t, uint16_t count, uint32_t bytes, uint8_t left,    \

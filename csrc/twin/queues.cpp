@@ -52,7 +52,7 @@ void AscendCBufFree(uint8_t, uint8_t, uint64_t address, uint64_t) {
   buffer->state = Buffer::kFree;
 }
 
-// These need no check.
+// These functions need no check.
 void AscendCBufAbsAddr(uint8_t, uint64_t, uint64_t) {}
 void AscendCBufGet(uint8_t, uint8_t, uint64_t, uint64_t) {}
 void AscendCQueCreate(uint8_t, uint8_t, uint8_t) {}

@@ -7,7 +7,7 @@
 
 #include "lanes.h"
 
-// 6.3.11.1
+// CCE intrinsic guide, 6.3.11.1.
 template <class T, class S>
 inline void vector_dup(T* to, S scalar, uint8_t repeats, uint16_t to_block, uint16_t,
                        uint16_t to_repeat, uint16_t) {
@@ -89,7 +89,7 @@ inline void vgatherb(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uin
   }
 }
 
-// 6.3.11.4
+// CCE intrinsic guide, 6.3.11.4.
 inline void set_va_reg_sb(ub_addr8_t to, const uint64_t* addresses) {
   std::memcpy(npu_ops::twin::registers().blocks[to], addresses, 8 * sizeof(uint64_t));
 }

@@ -35,7 +35,7 @@ void put(T* at, T value) {
   *at = value;
 }
 
-// 6.3.6.3: one result for each block of 32 bytes. The eight results of a repeat are contiguous.
+// 6.3.6.3: writes one result for each block of 32 bytes. The results of a repeat are contiguous.
 template <class T, class F>
 void by_block(const char* name, T* to, const Operand<T>& from, int repeats, int to_repeat, F f) {
   issue(name, PIPE_V);
@@ -56,7 +56,7 @@ struct Best {
   uint32_t index = 0;
 };
 
-// 6.3.6.1: the largest or smallest element of a repeat and its index, in the given order.
+// 6.3.6.1: writes the largest or smallest element of a repeat and its index, in the given order.
 template <class T>
 void put_best(T* to, int repeat, int to_repeat, Order_t order, Best best) {
   if (order == ONLY_INDEX)
@@ -88,7 +88,7 @@ void best_of(const char* name, T* to, const Operand<T>& from, int repeats, int t
 
 }  // namespace npu_ops::twin
 
-// 6.3.6.2: a sum for each repeat, or one sum of all repeats in ACC_VAL.
+// 6.3.6.2: writes a sum for each repeat, or sets ACC_VAL to the sum of all repeats.
 template <class T>
 inline void vcadd(T* to, T* from, uint8_t repeats, uint16_t to_repeat, uint16_t from_block,
                   uint16_t from_repeat, bool accumulate) {
@@ -135,7 +135,7 @@ NPU_OPS_TWIN_BEST(vcmax, >)
 NPU_OPS_TWIN_BEST(vcmin, <)
 #undef NPU_OPS_TWIN_BEST
 
-// 6.3.6.4: sums of neighbours; the results of a repeat fill 128 bytes.
+// 6.3.6.4: writes the sums of neighbours; the results of a repeat fill 128 bytes.
 template <class T>
 inline void vcpadd(T* to, T* from, uint8_t repeats, uint16_t to_repeat, uint16_t from_block,
                    uint16_t from_repeat) {

@@ -85,7 +85,7 @@ NPU_OPS_TWIN_COMPARE(eq, ==)
 NPU_OPS_TWIN_COMPARE(ne, !=)
 #undef NPU_OPS_TWIN_COMPARE
 
-// 6.3.7.1
+// CCE intrinsic guide, 6.3.7.1.
 template <class T, class B>
 inline void vsel(T* to, T* a, B* b, uint8_t repeats, uint8_t to_block, uint8_t a_block,
                  uint8_t b_block, uint8_t to_repeat, uint8_t a_repeat, uint8_t b_repeat,

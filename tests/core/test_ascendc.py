@@ -1,4 +1,4 @@
-"""Which AscendC kernels can run where, and the reasons for those that cannot."""
+"""Which AscendC kernels can run on which NPU, and the reasons why others cannot."""
 
 import pytest
 import torch

@@ -73,7 +73,7 @@ def test_a_count_that_fails_the_second_time(npu):
 
 @pytest.mark.parametrize("imported", [False, True])
 def test_with_a_torch_npu_that_does_not_import(tmp_path, imported):
-    """torch_npu without CANN, with torch's automatic import of it turned off."""
+    """Test torch_npu without CANN, with torch's automatic import of torch_npu turned off."""
     package = tmp_path / "torch_npu"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open')\n")

@@ -7,8 +7,9 @@
     formula   helpers of the formulas
     targets   the functions of all files
     memory    memory layouts of tensors: strided, expanded, surrounded by NaN, sharing storage
-    ways      ways to call: eagerly, compiled, under a dispatch mode, transformed, with other
-              default dtypes and devices
+    files     preference files (written by `npu-ops tune`), valid and invalid
+    ways      ways to call, such as eagerly, compiled, under a dispatch mode, with a preference
+              file, transformed, with other default dtypes and devices
     judge     one case: the call, the comparison with the formula, and a check of memory around it
     child     a process that judges cases, so that a crash is a verdict too
     run       hypothesis draws cases and shrinks those that fail

@@ -2,13 +2,13 @@
 
 `judge(case)` returns None, or one sentence on what is wrong. A case is a dict:
 
-    function, settings, seed   what is called, see `targets`
+    function, settings, seed   a function of `targets`, and what its arguments are made from
     forms      memory layouts, used in turn for the arguments
-    way        how it is called, or a transform, see `ways`
+    way        a way to call the function, or a transform of it, see `ways`
     grad       whether gradients are computed
     defaults   (dtype, device or None, how they are set), see `ways.defaults`
     rewrite    None, or the route by which all arguments are rewritten between two calls
-    malformed  None, or (which of the index arguments, list of ways to malform it)
+    malformed  None, or (number of an index argument, list of ways to malform it)
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Case:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the computation; fp64's only if all inputs and results are fp64."""
+        """Return the unit roundoff of the call; fp64's only if all inputs and results are fp64."""
         dtypes = [x.dtype for x in self.tensors.values() if x.is_floating_point()]
         if all(dtype == torch.float64 for dtype in dtypes + self.results_dtypes):
             return 2.0**-53
@@ -188,7 +188,7 @@ class _Case:
 
     @property
     def roundings(self) -> int:
-        """Allowed number of roundings; few for narrow dtypes, as more would accept any result."""
+        """Return the allowed number of roundings: few for narrow dtypes, or any result passes."""
         return self.target.roundings if self.unit <= FP32 else 6
 
     def by_formula(self, keep, seeds, noise=None, dtype=torch.float64) -> dict:

@@ -155,7 +155,7 @@ class Search:
         return finding
 
     def _is_known(self, case: dict, verdict: str) -> bool:
-        """Return whether a finding of the same kind is known, whose settings this case has too.
+        """Return whether a known finding has the same kind, and only settings that this case has.
 
         Only settings count that differ from their simplest value.
         """

@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 class Target:
     """A public function.
 
-    formula: what it computes, see `formula.py`.
+    formula: returns the expected results, see `formula.py`.
     fields: settings by name: a tuple of all values, the simplest first, or `Drawn`.
     make: (settings, draw) -> arguments.
     wrt: arguments with a gradient.
@@ -68,7 +68,7 @@ class Target:
 
     @property
     def settings(self) -> st.SearchStrategy:
-        """Strategy for all settings: either all are drawn, or only a few.
+        """Return the strategy for all settings: either all are drawn, or only a few.
 
         With many values per setting a plain call is rare, and a defect that only plain calls have
         would stay hidden (Groce et al., "Swarm Testing", 2012).
@@ -88,7 +88,7 @@ class Target:
 
     @property
     def simplest(self) -> dict:
-        """The simplest value of each setting."""
+        """Return the simplest value of each setting."""
         return {name: field[0] for name, field in self.fields.items()}
 
 

@@ -134,7 +134,7 @@ def test_packed_equals_one_by_one(lengths, width, implementation, device):
         with support.forced(implementation, *OPS):
             parts.append(npu_ops.causal_conv1d(**moved | one))
     alone = torch.cat([y for y, _ in parts], dim=1)
-    # torch's silu of one value may differ by this much between places in a tensor
+    # torch's silu of one value may differ by this much between positions in a tensor
     torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
     assert torch.equal(last, torch.cat([state for _, state in parts]))
 

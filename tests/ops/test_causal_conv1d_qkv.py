@@ -144,7 +144,7 @@ def test_heads_have_norm_one(dtype, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("value", [0.0, 1e-4, 300.0])
 def test_eps_is_inside_the_root(value, implementation, device):
-    """Rows of zeros, rows far below eps, and fp16 values whose squares overflow."""
+    """Test rows of zeros, rows far below eps, and fp16 values whose squares overflow."""
     dtype = torch.float16
     x = torch.full((1, 5, channels(HEADS)), value, dtype=dtype, device=device)
     weight = torch.ones(channels(HEADS), 2, dtype=dtype, device=device)

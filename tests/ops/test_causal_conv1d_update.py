@@ -223,7 +223,7 @@ def test_slots_in_order_are_none_of_them_padding(implementation, device):
 def test_wrong_numbers_that_nobody_saw(implementation, device):
     """Wrong slots and counts are errors on the CPU.
 
-    On a device only that sequence's y is NaN, and its state is unchanged.
+    On a device only the y of their own sequence is NaN, and its state is unchanged.
     """
     x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(4, 8, 5, device=device)
@@ -298,7 +298,7 @@ def test_a_filter_may_lie_anywhere(form, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_windows_that_share_memory(channels_last, implementation, device):
-    """As in SGLang: each window is the previous one, shifted by one token."""
+    """Windows overlap in memory as in SGLang: each begins one token after the previous one."""
     draw = torch.Generator().manual_seed(2)
     x, weight = torch.randn(2, 4, 20, generator=draw), torch.randn(20, 4, generator=draw)
     pool = torch.randn(2, 20, 3, generator=draw).to(device)

@@ -52,7 +52,7 @@ def of_fla(q, k, v, g, beta, initial_state, output_final_state, chunk_size):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("strong", [0.01, 0.25, 3.0])
 def test_against_fla(strong, implementation, device):
-    """Outputs and gradients. 40 tokens are two and a half chunks."""
+    """Compare outputs and gradients. 40 tokens are two and a half chunks."""
     inputs = call(2, strong=strong)
     expected = evaluate(of_fla, inputs, WRT)
     actual = run(implementation, on_device(inputs, device))

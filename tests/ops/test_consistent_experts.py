@@ -86,7 +86,7 @@ if "npu" in devices():
     @on_npu
     @MODES
     @pytest.mark.parametrize("as_list", [False, True])  # MindSpeed has one matrix per expert
-    @pytest.mark.parametrize("sums", [unpermuted, finalized])  # of vllm-ascend, of SGLang
+    @pytest.mark.parametrize("sums", [unpermuted, finalized])  # vllm-ascend's, SGLang's
     def test_they_give_a_token_its_own_bits(device, mode, as_list, sums):
         x, gate_up, down, weights, index = drawn(device)
         with mode():
@@ -131,7 +131,7 @@ if "npu" in devices():
     def test_a_bias_is_left_to_torch_npu(device):
         x, gate_up, *_ = drawn(device)
         ends = torch.tensor([0, 4, 4, 9, 20, 23], device=device)
-        with pytest.raises(RuntimeError, match="bias"):  # the emulated NPU refuses it
+        with pytest.raises(RuntimeError, match="bias"):  # the emulated NPU refuses the bias
             torch.ops.npu.npu_grouped_matmul(
                 [x], [gate_up.transpose(1, 2)], bias=[gate_up[:, :, 0].float()],
                 group_list=ends, split_item=2, group_type=0,

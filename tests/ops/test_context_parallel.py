@@ -13,7 +13,7 @@ CLOSE = Tolerance(1e-5, 1e-5)
 TOKENS = 75
 PACKED = ([0, TOKENS], [0, 1, 1, 40, 43, 70], [0, 2, 30, 60, TOKENS], [0, 40, 58, 58])
 DEALT = [0, 8, 8, 48, 72]
-# some ranks have 2 tokens or none
+# By number of ranks: the first token of each rank, and the end. Some ranks have 2 tokens or none.
 CUTS = {2: [0, 40, TOKENS], 4: [0, 2, TOKENS - 17, TOKENS - 17, TOKENS]}
 
 
@@ -78,7 +78,7 @@ def check_group(call, group, device="cpu"):
 
 
 def check_packed(call, group, device="cpu"):
-    """As check_group, with packed sequences: within a rank, across ranks, and an empty one."""
+    """Check packed sequences like check_group: within a rank, across ranks, and an empty one."""
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     for starts in PACKED:
         ends = [rank for rank in range(ranks) if CUTS[ranks][rank] < starts[-1]]
@@ -185,7 +185,7 @@ def test_states_between_chunks_are_those_of_one_rank(name):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group with one rank."""
+    """Yield a process group with one rank."""
     distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield distributed.group.WORLD
     distributed.destroy_process_group()

@@ -27,12 +27,13 @@ from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.core.registry import Table, launched_by
 
 # Attention has its own tests. Each implementation supports only some calls, and results may be
-# -inf. Its CPU kernel is torch's: its bits depend on the number of threads, and autocast converts
-# its inputs as it does for torch's attention.
+# -inf. On CPUs, torch's kernels compute long sequences, with bits that depend on the number of
+# threads. Autocast converts q, k and v as it does for torch's attention.
 COMPARES_ITSELF = {"attention"}
 OURS = [op for op in ops() if op not in COMPARES_ITSELF]
-# Large cases of these ops are not compared with the reference here: it runs token by token, or for
-# attention needs memory for all pairs. Their own tests compare with torch or transformers.
+# Large cases of these ops are not compared with the reference here: the reference runs token by
+# token, or for attention needs memory for all pairs of tokens. The ops' own tests compare with
+# torch or transformers.
 LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule", "chunk_kda"}
 TRAINING = [call for call in CALLS.values() if differentiable(call)]
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
@@ -185,7 +186,7 @@ def test_an_option_takes_effect_and_agrees_with_the_reference(op, option, implem
 
 
 def same_results(some, others):
-    """Whether names, dtypes and shapes agree, and values up to the order of additions."""
+    """Return whether names, dtypes and shapes agree, and values up to the order of additions."""
     return some.keys() == others.keys() and all(
         value.dtype == others[name].dtype and value.shape == others[name].shape
         and torch.allclose(value, others[name], rtol=1e-4, atol=1e-5)

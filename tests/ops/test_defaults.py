@@ -1,4 +1,4 @@
-"""Ops keep their bits under other default dtypes and devices of torch, as model loaders set."""
+"""Ops give the same bits under other torch default dtypes and devices, as model loaders set."""
 
 import contextlib
 

@@ -69,7 +69,7 @@ def fp32(rule):
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_against_transformers(form, tokens, rule):
-    """Outputs and gradients, including the gradient from the final state."""
+    """Compare outputs and gradients, including the gradient from the final state."""
     theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
     inputs = rule.qkv(2, tokens, 2, 4)
     wrt = (*BY_TOKEN, "initial_state")

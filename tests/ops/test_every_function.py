@@ -83,8 +83,8 @@ def tensors_not_given():
 
 @every(tensors_not_given())
 def test_what_is_no_tensor_is_refused_where_nothing_is_needed(call, name):
-    """The message starts with the argument's name. A ValueError says that it does not fit the
-    others."""
+    """The message starts with the argument's name. A ValueError says that the argument
+    does not fit the others."""
     for wrong in ([1, 2], "1"):
         with pytest.raises((TypeError, ValueError), match=f"^{name}: got "):
             run(call, **call.arguments(**{name: wrong}))
@@ -150,7 +150,7 @@ def test_torch_func_grad_is_backward_s(call, name):
 
 @every_gradient
 def test_a_gradient_of_each_sample(call, name):
-    """Per-sample gradients: vmap over grad."""
+    """Compare per-sample gradients, vmap over grad, with the gradient of each sample."""
     function, value = total(call, name), call.arguments()[name]
     stacked = torch.stack([value, value * 0.5])
     each = torch.stack([torch.func.grad(function)(one) for one in stacked])

@@ -244,7 +244,7 @@ def test_nothing_is_copied():
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_many_tokens_are_single_steps(pool, v_first, implementation, device):
-    """The tolerance is 1e-6 with an fp32 pool, wider with bf16: it is rounded after each step."""
+    """The tolerance is 1e-6, but wider with a bf16 pool, which is rounded after each step."""
     inputs = arguments(24, 6, v_first, pool)
     o, state, _ = run(implementation, device, inputs)
     one_by_one, outputs = inputs["state"], []
@@ -316,8 +316,8 @@ def test_accepted_tokens_continue_the_sequence(pool, v_first, implementation, de
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_a_slot_for_each_token(v_first, implementation, device):
-    """vLLM writes the state after token t to slot [n, t]; the next step starts from an
-    accepted token's."""
+    """vLLM writes the state after token t to slot [n, t]; the next step starts from the
+    slot of an accepted token."""
     inputs = arguments(36, 6, v_first)
     expected, states = plain_sequence(inputs, 6)
     slots = torch.randperm(30)[:24].view(6, 4)
@@ -386,7 +386,7 @@ def out_of_range():
 @pytest.mark.parametrize("what", out_of_range())
 @IMPLEMENTATIONS
 def test_out_of_range(what, implementation, device):
-    """On the CPU bad values raise an error. On a device only that sequence's o is NaN."""
+    """On the CPU bad values raise an error. On a device only their own sequence's o is NaN."""
     inputs = arguments(6, 3) | out_of_range()[what]
     if device == "cpu":
         before = moved(inputs, torch.clone)

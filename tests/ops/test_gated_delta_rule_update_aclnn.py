@@ -31,7 +31,7 @@ def named_case(name):
 
 @on_npu
 def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
-    """o and the pool agree."""
+    """Compare o and the pool."""
     taken = [case for case in CASES if declined(case.inputs(BFLOAT16), monkeypatch) is None]
     assert {case.mode for case in taken} == {"decode", "vllm"}
     assert {case.v_first for case in taken} == {True, False} and len(taken) > 8

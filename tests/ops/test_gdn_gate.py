@@ -325,7 +325,7 @@ def test_autocast_keeps_g_in_fp32():
 
 
 def test_no_heads():
-    """There are tokens, but none has a head."""
+    """Tokens with 0 heads give empty results."""
     a, none = torch.ones(2, 3, 0), torch.ones(0)
     assert npu_ops.gdn_gate(a, none).shape == (2, 3, 0)
     assert npu_ops.explain("gdn_gate", a, none)

@@ -117,7 +117,7 @@ def update(graph, lengths, after=0.0):
 
 
 def a_replay_waits_for_lengths_that_another_thread_gives(device):
-    """As in SGLang: the lengths come while the graph runs."""
+    """As in SGLang, another thread sets the lengths while the graph runs."""
     graph, out, attended = decoding(device)
     for lengths in ([5, 0], [9, 100]):
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -132,7 +132,7 @@ test_a_replay_waits_for_lengths = on_npu(a_replay_waits_for_lengths_that_another
 
 
 def a_replay_waits_for_lengths_that_the_same_thread_gives(device):
-    """As in vLLM: replay returns at once, and then the same thread sets the lengths."""
+    """As in vLLM, replay returns at once, and then the same thread sets the lengths."""
     graph, out, attended = decoding(device)
     for lengths in ([5, 0], [9, 100]):
         graph.replay()

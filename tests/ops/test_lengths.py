@@ -49,12 +49,12 @@ class Packed:
 
     @property
     def axis(self):
-        """The dimension of tokens in the arguments."""
+        """Return the dimension of tokens in the arguments."""
         return int(self.call()[self.tokens[0]].shape[0] == 1)
 
     @property
     def name(self):
-        """Name of the argument that holds the lengths."""
+        """Return the name of the argument that holds the lengths."""
         return next(n for n in NAMES if n in inspect.signature(self.function).parameters)
 
 
@@ -345,7 +345,7 @@ def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
 
 
 def with_host_lengths(packed):
-    """Return the same calls in bf16 with lengths on the host too, as the vendor's operator needs.
+    """Return `packed` in bf16 with lengths on the host too, as the vendor's operator needs.
 
     They return no lse, because the operator's backward takes no gradient of lse.
     """
@@ -417,7 +417,7 @@ def test_wrong_lengths_are_refused_on_the_cpu(packed):
 
 @every
 def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
-    """All outputs and gradients of tokens are NaN, with three exceptions.
+    """On the CPU the call raises. On a device all outputs and gradients of tokens are NaN, except:
 
     - Elements that rope does not rotate are copied.
     - The gradient of a residual is 0.
@@ -486,7 +486,7 @@ def test_wrong_lengths_leave_a_pool_as_it_is(packed, implementation, device):
 @pytest.mark.parametrize("seed", range(3))
 @every
 def test_lengths_of_every_kind(packed, implementation, device, seed):
-    """Each sequence, empty or long, equals the one run alone; unowned tokens give 0."""
+    """Each sequence, empty or long, equals the one run alone; tokens of no sequence give 0."""
     draw = random.Random(seed)
     lengths = [draw.choice([0, 0, 1, 2, 5, 8]) for _ in range(draw.randint(1, 6))]
     total = max(1, sum(lengths) + draw.choice([0, 1, 4]))

@@ -99,7 +99,7 @@ def test_no_kernel_is_launched_where_there_is_nothing_to_add(rows, depth, column
     "number, why_not", [(-1, None), (2, None), (30, None), (29, "the vendor's format 29")]
 )
 def test_a_matrix_without_rows_is_declined(number, why_not, monkeypatch):
-    """x or weight may be in a vendor format; torch_npu gives the format of a matrix on an NPU."""
+    """x or weight may be in a vendor format; torch_npu tells the format of a matrix on an NPU."""
     numbers = {"npu": number, "npu with rows": 2}
     double = types.SimpleNamespace(get_npu_format=lambda x: numbers[x.name])
     monkeypatch.setitem(sys.modules, "torch_npu", double)

@@ -1,4 +1,4 @@
-"""rms_norm_gated: implementations against the reference, that against transformers and torch."""
+"""Tests of rms_norm_gated and of its reference, against each other, transformers and torch."""
 
 import itertools
 
@@ -56,7 +56,7 @@ def of_transformers(module):
     ids=["qwen3-next", "mamba2", "mamba2-groups"],
 )
 def test_modules_of_transformers(module, settings, implementation, device):
-    """Norm before and after the gate; gradients too."""
+    """Compare outputs and gradients, with the norm before and after the gate."""
     inputs = drawn(3, 5, 48)
     expected = support.evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
     actual = run(implementation, support.on_device(inputs, device) | settings | {"eps": 1e-5})
@@ -65,7 +65,7 @@ def test_modules_of_transformers(module, settings, implementation, device):
 
 @IMPLEMENTATIONS
 def test_transformers_in_bfloat16(implementation, device):
-    """transformers rounds three times, so it may differ by that much; ours is one from fp64."""
+    """transformers rounds three times: ours may differ from it by 3 roundings, from fp64 by 1."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     theirs = of_transformers(Qwen3NextRMSNormGated(128))(**inputs)
     actual = run(implementation, support.on_device(inputs, device))["output 0"].cpu()

@@ -1,4 +1,4 @@
-"""Random numbers: Philox's published values, the same mask everywhere, and statistical tests."""
+"""Random numbers: Philox's published values, the same mask by every implementation, statistics."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""gated_delta_rule_update with other beta and threshold of softplus: its gates are gdn_gate's."""
+"""gated_delta_rule_update with other beta and threshold of softplus has the gates of gdn_gate."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def test_it_is_transformers(implementation, device):
 
 @IMPLEMENTATIONS
 def test_transformers_in_bfloat16(implementation, device):
-    """transformers rounds silu(gate), so it may be two roundings away; ours is one from fp64."""
+    """transformers rounds silu(gate): ours may differ from it by 2 roundings, from fp64 by 1."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     actual = run(implementation, on_device(inputs, device))["output 0"].cpu()
     one = ROUNDED_ONCE[torch.bfloat16]

@@ -43,7 +43,7 @@ def test_kernels_with_a_name_for_each_tap_have_four(width):
 @WIDTHS
 @pytest.mark.parametrize("implementation, device", implementations(qkv.forward.table))
 def test_qkv(width, implementation, device):
-    """Packed sequences shorter than the filter, with norms, states and gradients."""
+    """Test packed sequences, some shorter than the filter, with norms, states and gradients."""
     inputs = {
         "x": drawn(1, 23, 48), "weight": drawn(48, width), "bias": drawn(48),
         "initial_state": drawn(4, 48, width),

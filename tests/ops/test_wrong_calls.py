@@ -34,7 +34,7 @@ def right(wrong):
 
 
 def refusals(call):
-    """Yield (error, message, change) that every function refuses: other types, dtypes, devices."""
+    """Yield (error, message, change) for types, dtypes and devices that every function refuses."""
     arguments, (first, *others) = call.arguments(), calls.floats(call)
     annotations = inspect.signature(getattr(npu_ops, call.function)).parameters
     integer = [name for name in call.tensors() if not arguments[name].is_floating_point()]
@@ -135,7 +135,7 @@ def test_a_wrong_call_is_refused_in_one_way(wrong, device):
     assert first.startswith(wrong.says) and FORM.match(first)
     assert ".h:" not in first and ".cpp:" not in first
     known, names = inspect.signature(function_of(wrong)).parameters, NAMES.match(first)
-    assert not names or names[1] not in known or names[2] in known  # qkv's k is no parameter
+    assert not names or names[1] not in known or names[2] in known  # k may be a part of qkv
     later = [complaint(wrong, device)]
     for _ in range(3):
         call_right(wrong, device)
@@ -171,7 +171,7 @@ def test_compiled_calls_are_refused_in_the_same_way(call):
 
 @pytest.mark.parametrize("wrong", RIGHT, ids=lambda wrong: f"{wrong.call}-{[*wrong.given]}")
 def test_the_right_calls_are_right(wrong):
-    """Otherwise an invalid call might fail for another reason than its change."""
+    """The unchanged calls pass, so an invalid call fails because of its change."""
     call_right(wrong, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Attention."""
+"""Fuzzer target of attention."""
 
 from __future__ import annotations
 

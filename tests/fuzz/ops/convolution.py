@@ -1,4 +1,4 @@
-"""The causal convolutions."""
+"""Fuzzer targets of the causal convolutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rules."""
+"""Fuzzer targets of the gated delta rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grouped_linear: products of groups of rows, each group with its own matrix."""
+"""Fuzzer target of grouped_linear: products of row groups, each with its own matrix."""
 
 from __future__ import annotations
 

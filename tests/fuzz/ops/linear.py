@@ -1,4 +1,4 @@
-"""linear: products of rows with one matrix."""
+"""Fuzzer target of linear: products of rows with one matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, gates, swiglu and bias-dropout-add."""
+"""Fuzzer targets of norms, gates, swiglu and bias-dropout-add."""
 
 from __future__ import annotations
 

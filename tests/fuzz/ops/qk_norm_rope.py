@@ -1,4 +1,4 @@
-"""qk_norm_rope: split, norms of q and k heads, rotation."""
+"""Fuzzer targets of qk_norm_rope: split, norms of q and k heads, rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: plain, and multimodal with three axes."""
+"""Fuzzer targets of rotary embedding: plain, and multimodal with three axes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def wanted(inputs, names=DIFFERENTIABLE):
 
 
 def run(inputs, wrt=(), implementation=None):
-    """Return outputs and gradients, by one implementation or by the one that dispatch chooses."""
+    """Return outputs and gradients, by `implementation` or, if it is None, by dispatch's choice."""
     torch.manual_seed(11)
     if implementation is None:
         return evaluate(npu_ops.attention, inputs, wrt)
@@ -42,7 +42,7 @@ def run(inputs, wrt=(), implementation=None):
 
 
 def runs(implementation, inputs, wrt):
-    """Whether an implementation takes this call, forward and backward."""
+    """Return whether an implementation supports this call, forward and backward."""
     with torch.set_grad_enabled(bool(wrt)):
         asking = {n: v.detach().requires_grad_() if n in wrt else v for n, v in inputs.items()}
         rows = npu_ops.explain("attention", **asking)

@@ -175,7 +175,7 @@ def test_paged_as_servers_call_it(queries, packed, block_size, device):
         starts = torch.arange(4) * queries
         inputs |= {"q": q.flatten(0, 1), "layout": "TND", "cu_seqlens_q": starts}
         inputs |= {"cu_seqlens_cpu": starts, "max_seqlen_q": queries}
-    for b, length in enumerate(lengths):  # block ids past the end are invalid: never read them
+    for b, length in enumerate(lengths):  # ids after a sequence's last block must not be read
         unused = table[b, -(-length // block_size) :]
         table[b, -(-length // block_size) :] = torch.full_like(unused, 2**30)
     out = npu_ops.attention(**moved(inputs, device), seqlens_k_cpu=lengths).cpu()
@@ -210,7 +210,7 @@ def test_torch_and_its_gradients(causal, device):
 
 
 def test_transformers_gpt_oss():
-    """Attention sinks with a sliding window, and their gradients."""
+    """Compare attention sinks with a sliding window, and their gradients."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     q, k, v = (x.requires_grad_() for x in qkv())
@@ -378,7 +378,7 @@ def random_call(draw: random.Random) -> dict:
     return call | {n: v for n, v in options.items() if draw.random() < chance.get(n, 0.12)}
 
 
-# On an NPU nearly every draw compiles a kernel, so there only one of 50 runs.
+# On an NPU nearly every draw compiles a kernel, so NPU tests run only one draw in 50.
 @DEVICES
 @pytest.mark.parametrize("count", [2000, pytest.param(20000, marks=pytest.mark.slow)])
 def test_any_call_is_right_or_refused(device, count):

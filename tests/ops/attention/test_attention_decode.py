@@ -18,7 +18,7 @@ HEADS = some.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1), (16, 2)])
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Records each call of the native decode kernel."""
+    """Return a list that records the arguments of each call of the native decode kernel."""
     calls, native = [], decode.forward
 
     def watched(*args):

@@ -50,8 +50,8 @@ def test_dropout_keeps_the_mean():
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [1e-6, 0.9999, 0.99999])
 def test_dropout_scales_by_what_is_drawn(p, implementation, device):
-    """The scale uses p rounded to steps of 2^-16; the exact p would be off by a
-    third at 0.99999."""
+    """The scale uses p rounded to steps of 2^-16. With the exact p it would be half
+    too large at 0.99999."""
     n = 512
     q, v = torch.zeros(1, n, 1, 16, device=device), torch.ones(1, n, 1, 16, device=device)
     state = torch.tensor([3, 4])

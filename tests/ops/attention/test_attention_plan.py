@@ -199,7 +199,7 @@ def test_any_spec_has_a_plan_or_a_sentence():
         assert [name for name, _ in plan.refused] == before[: before.index(plan.operator)]
         assert all(why and not why.endswith(".") for _, why in plan.refused)
         assert str(plan).count("Not ") == len(plan.refused)
-        # aclnn ignores a sparse mode without a mask tensor, so they come together
+        # aclnn ignores a sparse mode without a mask tensor, so a plan has both or neither
         if plan.runs == "aclnn":
             assert (plan.sparse_mode == 0) == (plan.mask == "none") == (plan.mask_kind == "none")
     assert planned > 600

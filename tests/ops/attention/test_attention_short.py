@@ -17,7 +17,7 @@ DIMS = some.sampled_from([1, 7, 16, 24, 72, 80])
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Records each call of the native kernel: "forward" or "backward"."""
+    """Return a list that records each call of the native kernel: "forward" or "backward"."""
     calls = []
     for name in ("forward", "backward"):
         native = getattr(short, name)

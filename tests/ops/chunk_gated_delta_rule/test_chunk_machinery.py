@@ -80,7 +80,7 @@ def small_model(module):
 
 
 def known_only(function, calls):
-    """Wrap a kernel as transformers does: pass only the keywords it knows. Records the calls."""
+    """Wrap a kernel as transformers does: pass only the keywords it knows. Record the calls."""
     known = inspect.signature(function).parameters
 
     def call(*args, **kwargs):

@@ -11,7 +11,7 @@ from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
 
 IMPLEMENTATIONS = every_implementation(op.prefill)
 PREFILL = "chunk_gated_delta_rule_prefill"
-STARTS = torch.tensor([0, 33, 33, 97, 98, 130])  # with chunks of 32: 2, 0, 2, 1 and 1 of them
+STARTS = torch.tensor([0, 33, 33, 97, 98, 130])  # 2, 0, 2, 1 and 1 chunks of 32 tokens
 FIRSTS = (0, 2, 2, 4, 5, 6)
 
 

@@ -66,7 +66,7 @@ def test_hugging_face_partial_rotary():
 
 
 def test_hugging_face_vision():
-    """As in Qwen3-VL's vision blocks: [S, N, 72] slices of a fused qkv, tables [S, 72]."""
+    """q and k are [S, N, 72] slices of a fused qkv, as in Qwen3-VL's vision; tables are [S, 72]."""
     q, k, _ = torch.randn(31, 3, 4, 72).bfloat16().permute(1, 0, 2, 3).unbind(0)
     inputs = {"q": q, "k": k, "cos": table(31, 72)[0], "sin": table(31, 72)[1]}
     actual = support.evaluate(rope, inputs, ("q", "k"))
@@ -356,7 +356,7 @@ def test_no_tokens_with_position_ids(layout):
 
 
 def test_position_ids_beside_gathered_tables_are_not_read():
-    """As in Hugging Face, which keeps this deprecated argument but ignores it."""
+    """As in Hugging Face, the deprecated position_ids are ignored beside gathered tables."""
     q, k = qkv()
     cos, sin = (t.expand(2, 9, 16) for t in table(9, 16))
     ignored = torch.full((2, 9), 10**6)
