@@ -2,8 +2,8 @@
 
 python -m vllm_npu.pictures FOLDER
 
-vLLM gets the picture as a PNG file. Its processor is that of transformers 4.57, which cannot read
-the files of transformers 5. transformers gets the processor's output for the picture.
+vLLM gets the picture as a PNG file. Its processor is that of its transformers: 4.57, which cannot
+read the files of transformers 5, or 5.5. transformers gets the processor's output for the picture.
 """
 
 from __future__ import annotations
