@@ -163,15 +163,15 @@ def test_what_does_not_settle_ends(monkeypatch):
     assert not found["a"].stable() and len(found["a"].seconds) > timing.LEAST_RUNS
 
 
-# In MiB. Linux counts pages per processor in batches and does not show unfinished batches: VmRSS
+# In 10^6 bytes. Linux counts pages per processor in batches and does not show unfinished batches: VmRSS
 # "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two per processor if that is
 # more. The error occurs twice: in the count before and in the count after.
-MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 2**20
+MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def test_memory_beyond_the_inputs_is_seen():
     taken = max(64, 2 * math.ceil(MISCOUNTED))
-    found = timing.peak_mb(lambda: torch.ones(taken, 2**18), "cpu")
+    found = timing.peak_mb(lambda: torch.ones(taken, 250_000), "cpu")
     assert -MISCOUNTED <= found - taken < 16
     assert timing.peak_mb(lambda: None, "cpu") < 2
 

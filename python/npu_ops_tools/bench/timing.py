@@ -108,9 +108,9 @@ def _synchronize(device: str) -> None:
 
 
 def peak_mb(call: Callable, device: str) -> float | None:
-    """Return the peak memory that a call needs beyond what was allocated; None if unknown.
+    """Return the peak memory that a call needs beyond what was allocated, in 10^6 bytes.
 
-    The unit is MB of 10^6 bytes on devices, and MiB on CPUs.
+    None if unknown.
     """
     if device != "cpu":
         return _peak_of_device(call, getattr(torch, torch.device(device).type))
@@ -126,7 +126,7 @@ def peak_mb(call: Callable, device: str) -> float | None:
     result = call()
     peak = _status_kb(status, "VmHWM")
     del result
-    return max(0.0, (peak - before) / 1024)
+    return max(0.0, (peak - before) * 1024 / 1e6)
 
 
 def _peak_of_device(call: Callable, device) -> float:
