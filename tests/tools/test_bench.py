@@ -163,9 +163,9 @@ def test_what_does_not_settle_ends(monkeypatch):
     assert not found["a"].stable() and len(found["a"].seconds) > timing.LEAST_RUNS
 
 
-# In 10^6 bytes. Linux counts pages per processor in batches and does not show unfinished batches: VmRSS
-# "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two per processor if that is
-# more. The error occurs twice: in the count before and in the count after.
+# In 10^6 bytes. Linux counts pages per processor in batches and does not show unfinished batches:
+# VmRSS "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two per processor if that
+# is more. The error occurs twice: in the count before and in the count after.
 MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
