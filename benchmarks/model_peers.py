@@ -2,6 +2,7 @@
 
     python benchmarks/model_peers.py [--sgl CHECKOUT] [--vllm CHECKOUT] [--liger CHECKOUT]
         [--fla CHECKOUT] [--mindspeed CHECKOUT] [NAME ...]
+    python benchmarks/model_peers.py --vllm-released FOLDER_WITH_THE_WHEEL [NAME ...]
 
 Each job's rows, ours and those of the given projects, go into results/npu-model/peers.csv; rows of
 other projects stay. All times are predictions, none was measured: docs/npu-model.md. Wrappers are
@@ -237,7 +238,8 @@ def save(name: str, found: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for option, (project, _, _) in peer_projects.PROJECTS.items():
-        parser.add_argument(f"--{option}", type=pathlib.Path, help=f"a checkout of {project}")
+        flag = f"--{option.replace('_', '-')}"
+        parser.add_argument(flag, type=pathlib.Path, help=f"a checkout of {project}")
     parser.add_argument("names", nargs="*", metavar="NAME", help="jobs; default: all")
     options = vars(parser.parse_args())
     names = options.pop("names")

@@ -111,14 +111,17 @@ def decoding(batch: int, heads: int, value_heads: int) -> dict[str, list]:
         q, k = (rows(first, second, heads, DIM) for _ in range(2))
         return {"q": q, "k": k, "v": rows(first, second, value_heads, DIM)}
 
-    def sgl():
-        return qkv(batch, 1) | {
-            "A_log": torch.zeros(value_heads), "a": rows(batch, 1, value_heads),
-            "b": rows(batch, 1, value_heads), "dt_bias": torch.zeros(value_heads),
+    def gated(first, second):
+        return qkv(first, second) | {
+            "A_log": torch.zeros(value_heads), "a": rows(first, second, value_heads),
+            "b": rows(first, second, value_heads), "dt_bias": torch.zeros(value_heads),
             "softplus_beta": 1.0, "softplus_threshold": 20.0, "initial_state_source": states(),
             "initial_state_indices": torch.arange(batch, dtype=torch.int32),
             "use_qk_l2norm_in_kernel": True,
         }  # fmt: skip
+
+    def vllm():
+        return gated(1, batch) | {"cu_seqlens": torch.arange(batch + 1, dtype=torch.int32)}
 
     def fla():
         return qkv(batch, 1) | {
@@ -129,7 +132,10 @@ def decoding(batch: int, heads: int, value_heads: int) -> dict[str, list]:
 
     return {
         "sgl": [(f"{SGL}.fused_sigmoid_gating_recurrent:"
-                 "fused_sigmoid_gating_delta_rule_update_npu", sgl)],
+                 "fused_sigmoid_gating_delta_rule_update_npu", lambda: gated(batch, 1))],
+        "vllm_released": [
+            (f"{VLLM}.sigmoid_gating:fused_sigmoid_gating_delta_rule_update", vllm)
+        ],
         "fla": [("fla.ops.gated_delta_rule.fused_recurrent:fused_recurrent_gated_delta_rule_fwd",
                  fla)],
     }  # fmt: skip
@@ -157,4 +163,7 @@ def convolution_step(batch: int, channels: int) -> dict[str, list]:
     return {
         "sgl": [("sgl_kernel_npu.mamba.causal_conv1d:causal_conv1d_update_v2", last)],
         "vllm": [("vllm_ascend.ops.triton.mamba.causal_conv1d:causal_conv1d_update_npu", first)],
+        "vllm_released": [
+            ("vllm_ascend.ops.triton.mamba.causal_conv1d:causal_conv1d_update_npu", first)
+        ],
     }

@@ -26,6 +26,7 @@ UB_BITS = 192 * 1024 * 8
 PROJECTS = {
     "sgl": ("sgl-kernel-npu", "sgl_kernel_npu", "python/sgl_kernel_npu/sgl_kernel_npu"),
     "vllm": ("vllm-ascend", "vllm_ascend", "vllm_ascend"),
+    "vllm_released": ("vllm-ascend's release", "vllm_ascend", "vllm_ascend"),
     "liger": ("Liger-Kernel", "liger_kernel", "src/liger_kernel"),
     "fla": ("flash-linear-attention", "fla", "fla"),
     "mindspeed": ("MindSpeed", "mindspeed", "mindspeed"),
@@ -34,6 +35,9 @@ PROJECTS = {
 
 def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
     """Make the projects of these options importable; return each checkout's version by option."""
+    os.environ["NPU_OPS_DISABLE"] = "all"  # else npu-ops would replace the projects' functions
+    if {"vllm", "vllm_released"} <= set(checkouts):
+        raise SystemExit("--vllm-released: got both, needs a run without --vllm: one module name")
     _pretend()
     for option, checkout in checkouts.items():
         _, package, folder = PROJECTS[option]
@@ -42,7 +46,7 @@ def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
             raise SystemExit(f"--{option}: got {checkout}, needs a checkout with {folder}")
         _packages(package, home)
     _fill_in(checkouts)
-    return {option: _version(checkout) for option, checkout in checkouts.items()}
+    return {option: _version(option, checkout) for option, checkout in checkouts.items()}
 
 
 def launches(function: str, arguments: dict) -> list[Launch]:
@@ -110,9 +114,9 @@ def _fill_in(checkouts: dict) -> None:
 
     if "sgl" in checkouts:
         _module("sgl_kernel_npu.utils.triton_utils", get_device_properties=lambda: CORES)
-    if "vllm" in checkouts:
+    if {"vllm", "vllm_released"} & set(checkouts):
         _module("vllm", __path__=[])
-        _module("vllm.triton_utils", HAS_TRITON=True, tl=tl, triton=triton)
+        _module("vllm.triton_utils", HAS_TRITON=True, tl=tl, tldevice=None, triton=triton)
         for name in ("v1", "v1.attention", "v1.attention.backends"):
             _module(f"vllm.{name}", __path__=[])
         _module("vllm.v1.attention.backends.utils", PAD_SLOT_ID=-1)
@@ -150,7 +154,10 @@ def _module(name: str, **contents) -> None:
         setattr(sys.modules[parent], own, module)
 
 
-def _version(checkout: pathlib.Path) -> str:
+def _version(option: str, checkout: pathlib.Path) -> str:
+    """Return the version of an installed package, or else the commit of a checkout."""
+    for found in checkout.glob(f"{PROJECTS[option][1]}-*.dist-info"):
+        return found.name.removesuffix(".dist-info").partition("-")[2]
     said = subprocess.run(
         ["git", "-C", str(checkout), "describe", "--always"], capture_output=True, text=True
     )
