@@ -20,6 +20,8 @@ from unittest import mock
 from npu_ops_emulator import vendor
 from npu_ops_tools.compile.launches import Launch, recorded
 
+from npu_ops.core import env
+
 CORES = 24, 48  # cube and vector cores of an Ascend910B2
 UB_BITS = 192 * 1024 * 8
 # For each option: the project, its package, and the folder of the package's modules.
@@ -35,7 +37,6 @@ PROJECTS = {
 
 def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
     """Make the projects of these options importable; return each checkout's version by option."""
-    os.environ["NPU_OPS_DISABLE"] = "all"  # else npu-ops would replace the projects' functions
     if {"vllm", "vllm_released"} <= set(checkouts):
         raise SystemExit("--vllm-released: got both, needs a run without --vllm: one module name")
     _pretend()
@@ -52,7 +53,8 @@ def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
 def launches(function: str, arguments: dict) -> list[Launch]:
     """Return the launches of "module:function"."""
     module, _, name = function.partition(":")
-    with recorded("") as found:
+    # Else npu-ops would replace functions of the projects as their modules are imported.
+    with env.override(disable=frozenset({"all"})), recorded("") as found:
         getattr(importlib.import_module(module), name)(**arguments)
     # Remove options that this triton-ascend does not know: those of Triton for NVIDIA, and of later
     # releases of triton-ascend.
@@ -119,6 +121,8 @@ def _fill_in(checkouts: dict) -> None:
         _module("vllm.triton_utils", HAS_TRITON=True, tl=tl, tldevice=None, triton=triton)
         for name in ("v1", "v1.attention", "v1.attention.backends"):
             _module(f"vllm.{name}", __path__=[])
+        _module("vllm.distributed", get_pcp_group=None)
+        _module("vllm.forward_context", get_forward_context=None)
         _module("vllm.v1.attention.backends.utils", PAD_SLOT_ID=-1)
         utils = importlib.import_module("vllm_ascend.ops.triton.triton_utils")
         utils.init_device_properties_triton()
