@@ -265,6 +265,9 @@ def _decode_kernel(
         strength = over_k / (1.0 + tl.exp(0.0 - _numbers(b + n * b_t + head, known)))
         over_q = over_q * scale
         recall, read, own = decay * over_k, decay * over_q, tl.sum(b_k * b_q, 1) * over_q
+        # A mask of a whole tile, because ascendnpu-ir 1.1 cannot compile tl.where of a tile with a
+        # scalar condition.
+        alive = there[:, None] & (tl.arange(0, BV) >= 0)[None, :]
         for block in range(item % parts * each, tl.minimum(item % parts * each + each, blocks)):
             value = block * BV + tl.arange(0, BV)
             columns = known[:, None] & (value < V)[None, :]
@@ -276,9 +279,7 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            # ascendnpu-ir 1.1 cannot compile tl.where of a tile with a scalar condition.
-            whose = there[:, None] & (value < V)[None, :]
-            out = tl.where(whose, out, tl.where(slot == -1, 0.0, float("nan")))
+            out = tl.where(alive, out, tl.where(slot == -1, 0.0, float("nan")))
             tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)
             if UPDATE:
                 matrix = matrix * decay[:, None, None] + change[:, :, None] * b_k[:, None, :]
