@@ -265,9 +265,6 @@ def _decode_kernel(
         strength = over_k / (1.0 + tl.exp(0.0 - _numbers(b + n * b_t + head, known)))
         over_q = over_q * scale
         recall, read, own = decay * over_k, decay * over_q, tl.sum(b_k * b_q, 1) * over_q
-        # A mask of a whole tile, because ascendnpu-ir 1.1 cannot compile tl.where of a tile with a
-        # scalar condition.
-        alive = there[:, None] & (tl.arange(0, BV) >= 0)[None, :]
         for block in range(item % parts * each, tl.minimum(item % parts * each + each, blocks)):
             value = block * BV + tl.arange(0, BV)
             columns = known[:, None] & (value < V)[None, :]
@@ -279,8 +276,11 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            out = tl.where(alive, out, tl.where(slot == -1, 0.0, float("nan")))
-            tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)
+            whose = there[:, None] & (value < V)[None, :]
+            tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=whose)
+            if (slot < 0) | (slot >= slots):
+                fill = tl.zeros((BH, BV), tl.float32) + tl.where(slot == -1, 0.0, float("nan"))
+                tl.store(o + n * (HV * V) + column, fill.to(o.dtype.element_ty), mask=columns)
             if UPDATE:
                 matrix = matrix * decay[:, None, None] + change[:, :, None] * b_k[:, None, :]
                 tl.store(new_state + place, matrix.to(new_state.dtype.element_ty), mask=exists)
