@@ -163,7 +163,4 @@ def convolution_step(batch: int, channels: int) -> dict[str, list]:
     return {
         "sgl": [("sgl_kernel_npu.mamba.causal_conv1d:causal_conv1d_update_v2", last)],
         "vllm": [("vllm_ascend.ops.triton.mamba.causal_conv1d:causal_conv1d_update_npu", first)],
-        "vllm_released": [
-            ("vllm_ascend.ops.triton.mamba.causal_conv1d:causal_conv1d_update_npu", first)
-        ],
     }

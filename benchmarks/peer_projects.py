@@ -121,8 +121,6 @@ def _fill_in(checkouts: dict) -> None:
         _module("vllm.triton_utils", HAS_TRITON=True, tl=tl, tldevice=None, triton=triton)
         for name in ("v1", "v1.attention", "v1.attention.backends"):
             _module(f"vllm.{name}", __path__=[])
-        _module("vllm.distributed", get_pcp_group=None)
-        _module("vllm.forward_context", get_forward_context=None)
         _module("vllm.v1.attention.backends.utils", PAD_SLOT_ID=-1)
         utils = importlib.import_module("vllm_ascend.ops.triton.triton_utils")
         utils.init_device_properties_triton()

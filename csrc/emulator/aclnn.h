@@ -144,8 +144,8 @@ inline bool is_float(const at::Tensor& tensor) {
 // ACLNN(Name, (C parameters), check, compute): the pair aclnnNameGetWorkspaceSize and aclnnName.
 #define ACLNN(NAME, PARAMETERS, CHECK, ...) ACLNN_KEEP(NAME, PARAMETERS, (=), CHECK, __VA_ARGS__)
 
-// Like ACLNN, with explicit captures of `compute`. Use it to copy a string in the first phase,
-// because callers need not keep strings until the second phase.
+// Like ACLNN, with explicit captures of `compute`. Use it to copy strings in
+// aclnnNameGetWorkspaceSize: a caller may free them before it calls aclnnName.
 #define ACLNN_KEEP(NAME, PARAMETERS, CAPTURES, CHECK, ...)                                      \
   extern "C" int aclnn##NAME##GetWorkspaceSize(NPU_OPS_UNPACK PARAMETERS, uint64_t* workspace_, \
                                                aclOpExecutor** executor_) {                     \

@@ -15,8 +15,8 @@ struct GdnGateTiling {
 
 // Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and b share a queue; in backward,
 // the gradients of g and beta share another. A queue is double-buffered: it holds two fp32 tiles.
-// FixedBytes are for rows of A_log and dt_bias. In backward, gdn_gate_npu.cpp adds the bytes for
-// the sums of their gradients, each a whole row.
+// kGdnGateFixedBytes counts the rows of A_log and dt_bias. In backward, gdn_gate_npu.cpp adds the
+// bytes of two more rows: the sums of the gradients of A_log and dt_bias.
 constexpr int64_t kGdnGateQueueBytes = 2 * 4;
 constexpr int64_t kGdnGateFloats = 6, kGdnGateBackwardFloats = 7;
 constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;

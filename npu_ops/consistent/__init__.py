@@ -3,9 +3,10 @@
 A trainer and a server often call different operators, which sum in different orders or round at
 different steps. With the replacements both compute the same bits, whichever Python function they
 call. Each module replaces one kind of operator and lists the replacements:
-- `OPERATORS`: of torch; `OPERATORS_UNDER_AUTOCAST`: of torch, under autocast only;
-- `OPERATORS_OF_TORCH_NPU`: of torch_npu;
-- `SHARED_WITH_TORCH_NPU`: of torch_npu, which still computes some of the calls.
+- `OPERATORS`: torch operators;
+- `OPERATORS_UNDER_AUTOCAST`: torch operators that are replaced only under autocast;
+- `OPERATORS_OF_TORCH_NPU`: torch_npu operators;
+- `SHARED_WITH_TORCH_NPU`: torch_npu operators of which torch_npu still computes some calls.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ LINEAR_DIM = 128
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Shapes of a published model; `divided` returns those of a tensor-parallel rank.
+    """Shapes of a published model; `divided` returns the shapes of one tensor-parallel rank.
 
     section: rope sections of multimodal positions, or None.
     vision: heads and head dimension of the vision tower, or None.

@@ -139,7 +139,7 @@ def test_disabled_altogether_it_does_not_even_watch(broken, disable):
 
 
 def test_it_takes_less_than_5_ms_of_importing_torch():
-    """Measured in CPU time, so that other programs on the machine do not matter."""
+    """The limit is in CPU time, which other programs on the machine do not change."""
     code = (
         "import torch, time\n"
         "start = time.process_time()\n"

@@ -226,7 +226,8 @@ def test_what_other_ranks_have_is_the_initial_state(monkeypatch):
 def test_wrong_lengths(alone, call, layout, monkeypatch):
     """On the CPU wrong cu_seqlens raise an error.
 
-    On a device, the lengths of a rank's part are wrong too, so its kernel returns NaN.
+    On a device, each rank derives wrong lengths for its tokens from them, and its kernel returns
+    NaN.
     """
     function, make = CALLS[call]
     wrong = {

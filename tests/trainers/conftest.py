@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    """Return a folder with the models and data that `runs`, a name in the test's module, writes."""
+    """Return a folder with models and data. The `runs` of the test's module writes them."""
     folder = tmp_path_factory.mktemp("runs")
     request.module.runs.write(folder)
     return folder

@@ -161,10 +161,8 @@ def later_causal_conv1d(
 
     The operator reads the first of a sequence's slots.
     """
-    slots, starts = (
-        cache_indices_opt.flatten(1)[:, 0] if cache_indices_opt.dim() > 1 else (cache_indices_opt),
-        query_start_loc_opt,
-    )
+    starts = query_start_loc_opt
+    slots = cache_indices_opt[:, 0] if cache_indices_opt.dim() > 1 else cache_indices_opt
     if run_mode == 0:
         y = causal_conv1d_custom(
             x, weight, conv_state=conv_state, bias_opt=bias_opt,

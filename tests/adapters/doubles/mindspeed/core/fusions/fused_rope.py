@@ -57,5 +57,5 @@ if BRANCH == "core_r0.12":
 else:
 
     def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
-        # drops cp_group, as one version of MindSpeed does
+        # One version of MindSpeed ignores cp_group, too.
         return _dispatch(t, freqs, config, cu_seqlens, mscale)
